@@ -160,10 +160,14 @@ def stop_strings(strings: Sequence[str]) -> ByteAutomaton:
     following = np.zeros((len(beginnings), 256), np.int32)
     found = np.zeros(following.shape, bool)
     for state, beginning in enumerate(beginnings):
-        for byte in range(256):
-            text = beginning + bytes([byte])
-            found[state, byte] = any(text.endswith(pattern) for pattern in patterns)
-            following[state, byte] = next(number[text[i:]] for i in range(len(text) + 1) if text[i:] in number)
+        if state:  # where a byte leads no further, it goes on as the longest beginning that this one ends with
+            end = next(number[beginning[i:]] for i in range(1, len(beginning) + 1) if beginning[i:] in number)
+            following[state], found[state] = following[end], found[end]
+        for pattern in patterns:
+            if pattern.startswith(beginning) and pattern != beginning:
+                longer = pattern[: len(beginning) + 1]
+                following[state, longer[-1]] = number.get(longer, following[state, longer[-1]])
+                found[state, longer[-1]] |= longer == pattern
     return ByteAutomaton(following, found, np.ones(len(beginnings), bool))
 
 

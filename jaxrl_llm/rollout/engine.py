@@ -322,7 +322,7 @@ def prefill(
             dtype = FP8 if jax.default_backend() == "tpu" else BYTES["fp8"][0]
         dtype = jnp.dtype(dtype)
         cache = jax.tree.map(lambda x: narrowed(x, dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache)
-    made, rows = first_tokens(engine, cache, prompts, segments, logits, keys, automata, sampling)
+    made, rows = first_tokens(engine, cache, prompts, segments, logits, keys, sampling, automata)
     return made._replace(experts=_recorded(engine, experts)), rows
 
 
@@ -339,8 +339,8 @@ def _recorded(engine: Engine, experts) -> jax.Array | None:
 
 
 def first_tokens(
-    engine: Engine, cache, prompts, segments, logits, keys, automata: Automata = NO_AUTOMATA,
-    sampling: RowSampling | None = None,
+    engine: Engine, cache, prompts, segments, logits, keys, sampling: RowSampling | None,
+    automata: Automata = NO_AUTOMATA,
 ) -> tuple[Prompts, Rows]:  # fmt: skip
     """The result of `prefill`, of the prompts' caches and the logits `[B,V]` behind them."""
     shape = (prompts.shape[0], engine.group_size)

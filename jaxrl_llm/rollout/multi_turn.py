@@ -1,6 +1,6 @@
 """Multi-turn rollouts, the engine's side: rows that end a turn wait for observation tokens, from whichever process."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -39,14 +39,6 @@ class SilentTurnServer:
         return {}
 
 
-class Observations(NamedTuple):
-    """The observation tokens to put into the rows of a grid `[G,R]`."""
-
-    tokens: np.ndarray  # [G,R,W]
-    counts: np.ndarray  # [G,R] tokens of each row
-    truncated: np.ndarray  # [G,R] rows that end, as their observation leaves no room for another token
-
-
 class TurnTracker:
     """The state of each row between its turns: submitted and waiting, decoding, or over. The same on every process.
 
@@ -63,10 +55,14 @@ class TurnTracker:
         numbers = grid.numbers(self.rows)
         return (self.waiting[numbers] & (numbers != IDLE)).reshape(grid.row.shape)
 
-    def exchange(self, grid: SlotGrid, tokens: Any, lengths, finished, wait: bool) -> Observations | None:
+    def exchange(
+        self, grid: SlotGrid, tokens: Any, lengths, finished, wait: bool
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
         """Submit the rows that have ended a turn; returns the observations that have come, None without any.
 
-        tokens `[G,R,C]` on the devices; lengths and finished `[G,R]`. With `wait`, waits for one row to be answered.
+        They are tokens `[G,R,W]`, how many each row has `[G,R]`, and `[G,R]` True for rows that end, as theirs leave no
+        room to sample another. tokens `[G,R,C]` on the devices; lengths and finished `[G,R]`. With `wait`, waits for
+        one row to be answered.
         """
         numbers, own = grid.numbers(self.rows), local_range(tokens)
         own_rows, own_lengths = numbers[own] - self.first_row, lengths[own]
@@ -97,10 +93,10 @@ class TurnTracker:
         counts = np.where(truncated, 0, counts)
         self.waiting[numbers[answered > 0]] = False
         self.over[numbers[(over > 0) | truncated]] = True
-        return Observations(observed, counts, truncated) if counts.any() or truncated.any() else None
+        return (observed, counts, truncated) if counts.any() or truncated.any() else None
 
 
-def slots_to_read(counts: np.ndarray, least: int = MIN_TOKENS) -> np.ndarray | None:
+def slots_to_read(counts: np.ndarray, least: int) -> np.ndarray | None:
     """The slots `[shards, m]` that read next, by their `counts` `[shards, slots]` of observation tokens; None for none.
 
     A slot with fewer than `least` decodes them instead. m is a power of two; entries without a slot are past the end.

@@ -79,7 +79,7 @@ class ReshardedEngine(Engine):
         filled = _resharding(_filled, row_sharding(self.mesh), missing=missing)
         prompts, segments = filled((prompts, segments))
         images = None if images is None else filled(images)
-        key = _resharding(_same, NamedSharding(self.mesh, PartitionSpec()))(key)
+        key = _resharding(_filled, NamedSharding(self.mesh, PartitionSpec()), missing=0)(key)
         calls_back = on_finished is not None and (same_rows or jax.process_count() == 1)
 
         def on_wanted(row: int, tokens: list[int]) -> None:
@@ -116,10 +116,6 @@ def _resharding(function, targets, **options):
 def _compiled(function, structure, targets: tuple, options: tuple):
     # Kept here: a new jit object for each step, of a new partial, would compile each step.
     return jax.jit(functools.partial(function, **dict(options)), out_shardings=jax.tree.unflatten(structure, targets))
-
-
-def _same(arrays):
-    return arrays
 
 
 def _filled(arrays, missing: int):

@@ -84,7 +84,7 @@ class RowSampling(NamedTuple):
     top_logps: Any = None
 
 
-def sample_by_row(logits, uniforms, rows: RowSampling, changed=None, process=None):
+def sample_by_row(logits, uniforms, rows: RowSampling, changed, process):
     """`sample` with settings of each row, `[M]`: bit for bit the tokens that a batch of rows like it would get.
 
     `process()` are the processed logits `[M,V]`, computed where rows have asked for that: `changed` `[M]`. While all
@@ -110,14 +110,12 @@ def sample_by_row(logits, uniforms, rows: RowSampling, changed=None, process=Non
 
     def settled(shares):
         """The shares that are drawn from, and each row's likeliest token."""
-        drawn_from, drawn_shares = given.astype(jnp.float32) / temperature, shares
-        if changed is not None and process is not None:
-            drawn_from = process() / temperature
-            processed = jnp.exp(drawn_from - drawn_from.max(-1, keepdims=True))
-            drawn_shares = jnp.where(changed[:, None], processed, shares)
+        drawn_from = process() / temperature
+        processed = jnp.exp(drawn_from - drawn_from.max(-1, keepdims=True))
+        drawn_shares = jnp.where(changed[:, None], processed, shares)
         return jax.lax.cond(filtered.any(), kept, lambda probs: probs, drawn_shares), jnp.argmax(drawn_from, axis=-1)
 
-    settles = greedy | filtered if changed is None else greedy | filtered | changed
+    settles = greedy | filtered | changed
     if jax.default_backend() == "gpu":
         whole, top, total = _drawn_in_one_pass(given, uniforms, temperature)
 

@@ -11,7 +11,7 @@ from jaxrl_llm.rollout import multi_turn
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.multi_turn import slots_to_read
 from jaxrl_llm.rollout.sampling import SamplingParams
-from jaxrl_llm.tools.plan.programs import ScannedEngine
+from jaxrl_llm.tools.plan.sampling import ScannedEngine
 from tests.models.decoding import logits_of, padded, trainer_logps
 from tests.rollout.test_engine import ENGINE, NET, PROMPTS
 
@@ -107,9 +107,9 @@ def test_many_observation_tokens_are_read_at_once(params, kind, setting, monkeyp
 def test_which_slots_read_next():
     """Those with many given tokens, a few of each shard at a time; a place that none takes is past the end."""
     given = np.array([[0, 9, 3, 64, 8], [7, 7, 7, 7, 8]])
-    np.testing.assert_array_equal(slots_to_read(given), [[1, 3, 4, 5], [4, 5, 5, 5]])
-    assert slots_to_read(np.full((2, 3), 7)) is None
-    assert slots_to_read(np.full((1, 99), 70)).tolist() == [list(range(8))]
+    np.testing.assert_array_equal(slots_to_read(given, 8), [[1, 3, 4, 5], [4, 5, 5, 5]])
+    assert slots_to_read(np.full((2, 3), 7), 8) is None
+    assert slots_to_read(np.full((1, 99), 70), 8).tolist() == [list(range(8))]
 
 
 @pytest.mark.slow

@@ -113,7 +113,7 @@ def test_the_coldest_temperature_is_greedy_and_finite():
     by_row = RowSampling(coldest * row, row, 0 * row.astype(np.int32), 0 * row, -np.ones((len(row), 1), np.int32))
     for tokens, logps in (
         sample(logits, uniforms, SamplingParams(coldest, **options)),
-        sample_by_row(logits, uniforms, by_row),
+        sample_by_row(logits, uniforms, by_row, np.zeros(len(row), bool), lambda: logits),
     ):
         sure = np.diff(np.sort(logits, axis=1)[:, -2:], axis=1)[:, 0] > 50 * coldest
         assert sure.sum() >= 14
@@ -287,8 +287,9 @@ def test_settings_by_row_are_those_of_each_row(backend, monkeypatch):
     rows = [setting for setting in settings for _ in range(draws)]
     columns = (np.asarray([getattr(row, name) for row in rows]) for name in ("temperature", "top_p", "top_k", "min_p"))
     by_row = RowSampling(*(x.astype(np.int32 if x.dtype == int else np.float32) for x in columns), np.empty((0, 1)))
-    whole = jax.jit(lambda *given: sample_by_row(*given))  # functions of its own are traced anew for each backend
-    tokens, logps = whole(np.tile(logits, (len(rows), 1)), np.tile(uniforms, len(settings)), by_row)
+    # Functions of its own are traced anew for each backend.
+    whole, unchanged = jax.jit(lambda x, *more: sample_by_row(x, *more, lambda: x)), np.zeros(len(rows), bool)
+    tokens, logps = whole(np.tile(logits, (len(rows), 1)), np.tile(uniforms, len(settings)), by_row, unchanged)
     for number, setting in enumerate(settings):
         alone = jax.jit(lambda *given, by=setting: sample(*given, by))(np.tile(logits, (draws, 1)), uniforms)
         part = slice(number * draws, (number + 1) * draws)
