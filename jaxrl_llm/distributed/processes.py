@@ -14,10 +14,8 @@ that message. JAX's own heartbeat ends the run when a machine is lost.
 
 import collections
 import contextlib
-import glob
 import hashlib
 import importlib.metadata
-import importlib.util
 import itertools
 import json
 import os
@@ -38,17 +36,12 @@ from jax.experimental import multihost_utils
 
 from jaxrl_llm.config import ConfigDict, ConfigError, default, flat, to_json
 from jaxrl_llm.config.background import is_left_behind
-from jaxrl_llm.config.resolve import TransientError, exit_code
+from jaxrl_llm.config.resolve import exit_code
+from jaxrl_llm.distributed.clusters import VARIABLES, described_cluster, join_cluster, process_spec
 from jaxrl_llm.distributed.orbax import ocp
 from jaxrl_llm.distributed.rendezvous import ProcessSpec, rendezvous
 from jaxrl_llm.distributed.turns import yielded
 
-VARIABLES = {
-    "coordinator": "JAXRL_COORDINATOR",
-    "count": "JAXRL_PROCESS_COUNT",
-    "index": "JAXRL_PROCESS_INDEX",
-}
-SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 # Folders of the coordinator's key-value store, with an entry for each process: its message, and the signs that it is
 # alive and that it is leaving.
 MESSAGES, ALIVE, LEAVING = "jaxrl_llm/messages/", "jaxrl_llm/alive/", "jaxrl_llm/leaving/"
@@ -117,11 +110,7 @@ def join(config: ConfigDict | None = None, samplers: int = 0) -> None:
     """
     config = default() if config is None else config
     c = config.processes
-    spec, meet_seconds, heartbeat = (
-        _process_spec(c.coordinator, c.count, c.index),
-        c.rendezvous_seconds,
-        c.heartbeat_seconds,
-    )
+    spec, meet_seconds = process_spec(c.coordinator, c.count, c.index), c.rendezvous_seconds
     c.coordinator = c.count = c.index = None
     if samplers:
         if spec is None:
@@ -145,10 +134,10 @@ def join(config: ConfigDict | None = None, samplers: int = 0) -> None:
         spec = ProcessSpec(spec.coordinator, learners, spec.index)
     if spec is not None and spec.count == 1:
         return
-    cluster = _cluster() if spec is None else None
+    cluster = described_cluster() if spec is None else None
     if spec is None and cluster is None:
         return
-    limits: dict[str, Any] = {"heartbeat_timeout_seconds": heartbeat, "shutdown_timeout_seconds": meet_seconds}
+    limits = {"heartbeat_timeout_seconds": c.heartbeat_seconds, "shutdown_timeout_seconds": meet_seconds}
     if spec is not None:
         rendezvous(spec, meet_seconds)  # names the missing processes, which JAX does not
         jax.distributed.initialize(
@@ -159,7 +148,7 @@ def join(config: ConfigDict | None = None, samplers: int = 0) -> None:
             initialization_timeout=meet_seconds,
             **limits,
         )
-    elif not _initialize(cluster or "", meet_seconds, limits):
+    elif not join_cluster(cluster or "", meet_seconds, limits):
         return
     _check_devices()
     own = ProcessSpec(spec.coordinator if spec else cluster or "", jax.process_count(), jax.process_index())
@@ -167,89 +156,6 @@ def join(config: ConfigDict | None = None, samplers: int = 0) -> None:
     group.listener = threading.Thread(target=_listen, args=(group,), daemon=True, name="other processes")
     group.listener.start()
     _groups[:] = [group]
-
-
-def _process_spec(coordinator: str | None, count: int | None, index: int | None) -> ProcessSpec | None:
-    """The ProcessSpec of keys and variables, None without any; raises ConfigError when they are incomplete."""
-    settings: dict[str, Any] = {"coordinator": coordinator, "count": count, "index": index}
-    for name, variable in VARIABLES.items():
-        text = os.environ.get(variable)
-        if settings[name] is None and text:
-            if name != "coordinator" and not text.isdigit():
-                raise ConfigError(f"{variable} is {text!r}, but it takes an integer")
-            settings[name] = text if name == "coordinator" else int(text)
-    if settings["coordinator"] and "OMPI_COMM_WORLD_SIZE" in os.environ:
-        for name, variable in (("count", "OMPI_COMM_WORLD_SIZE"), ("index", "OMPI_COMM_WORLD_RANK")):
-            settings[name] = int(os.environ[variable]) if settings[name] is None else settings[name]
-    if settings["count"] == 1 and not settings["index"]:
-        return ProcessSpec("", 1, 0)
-    missing = [name for name, value in settings.items() if value is None]
-    if len(missing) == 3:
-        return None
-    if missing:
-        raise ConfigError(
-            f"processes.{missing[0]} is missing (or the variable {VARIABLES[missing[0]]}): processes.coordinator, "
-            "processes.count and processes.index belong together"
-        )
-    return ProcessSpec(**settings).checked()
-
-
-def _cluster() -> str | None:
-    """The kind of cluster whose environment describes several processes, None when there is none."""
-    env = os.environ
-    if all(name in env for name in SLURM) and int(env["SLURM_NTASKS"]) > 1:
-        return "Slurm"
-    if int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
-        return "Open MPI"
-    if "," in env.get("TPU_PROCESS_ADDRESSES", env.get("TPU_WORKER_HOSTNAMES", "")):
-        return "Cloud TPU"
-    if int(env.get("MEGASCALE_NUM_SLICES", 1)) > 1:
-        return "Cloud TPU"
-    if "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env:
-        return "Kubernetes"
-    chips = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")  # noqa: PTH207 (no folder to start from)
-    if chips and importlib.util.find_spec("libtpu") and "TPU_SKIP_MDS_QUERY" not in env:
-        return "Cloud TPU"
-    return None
-
-
-def _initialize(cluster: str, seconds: int, limits: dict[str, Any]) -> bool:
-    """Joins as the cluster describes; False when that is a run of one process."""
-
-    host = socket.gethostname()
-
-    def exit_late() -> None:
-        print(
-            f"error: the processes of this run did not all meet within {seconds} s (processes.rendezvous_seconds), as "
-            f"{cluster} describes it to a process on {host}: look for the one that has not started or ended with an "
-            "error, and whether machines can reach each other",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(TransientError.code)
-
-    timer = threading.Timer(seconds, exit_late)
-    timer.daemon = True
-    timer.start()
-    try:
-        # JAX gives each task of Slurm one device; the only task of a machine has them all.
-        local = _devices_of_a_lone_task()
-        jax.distributed.initialize(local_device_ids=local, initialization_timeout=seconds + 60, **limits)
-    except (ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"{cluster} seems to run this process with others, but JAX cannot tell how ({error}): set "
-            f"{', '.join(VARIABLES.values())} for each, or {VARIABLES['count']}=1 to run this one alone"
-        ) from error
-    finally:
-        timer.cancel()
-    return jax.process_count() > 1
-
-
-def _devices_of_a_lone_task() -> list[int] | None:
-    env = os.environ
-    alone = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", "")).partition("(")[0] == "1"
-    gpus = env.get("SLURM_GPUS_ON_NODE", "")
-    return list(range(int(gpus))) if alone and gpus.isdigit() and "JAX_LOCAL_DEVICE_IDS" not in env else None
 
 
 def _check_devices() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config import ConfigError, default
-from jaxrl_llm.distributed import processes
+from jaxrl_llm.distributed import clusters, processes
 from jaxrl_llm.distributed.rendezvous import ProcessSpec
 from jaxrl_llm.distributed.sharding import in_process_order
 
@@ -26,7 +26,7 @@ def bare(monkeypatch):
     for name in list(os.environ):
         if name.startswith(("SLURM_", "OMPI_", "TPU_", "MEGASCALE_", "KUBERNETES_", "JAXRL_", "JOB_COMPLETION")):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(processes.glob, "glob", lambda pattern: [])
+    monkeypatch.setattr(clusters.glob, "glob", lambda pattern: [])
 
 
 def set_all(monkeypatch, variables):
@@ -63,20 +63,20 @@ def test_code_that_differs_is_told(tmp_path, monkeypatch):
 
 def test_keys_come_before_variables(monkeypatch):
     set_all(monkeypatch, {"JAXRL_COORDINATOR": "a:1", "JAXRL_PROCESS_COUNT": "4", "JAXRL_PROCESS_INDEX": "3"})
-    assert processes._process_spec(None, None, None) == ProcessSpec("a:1", 4, 3)
-    assert processes._process_spec("b:2", None, 0) == ProcessSpec("b:2", 4, 0)
+    assert clusters.process_spec(None, None, None) == ProcessSpec("a:1", 4, 3)
+    assert clusters.process_spec("b:2", None, 0) == ProcessSpec("b:2", 4, 0)
 
 
 @pytest.mark.parametrize("given", [("a:1", None, None), ("a:1", 2, None), (None, 2, 1), (None, None, 1)])
 def test_what_belongs_together(given):
     with pytest.raises(ConfigError, match=r"processes\.\w+ is missing \(or the variable JAXRL_\w+\)"):
-        processes._process_spec(*given)
+        clusters.process_spec(*given)
 
 
 def test_a_variable_that_is_no_number(monkeypatch):
     monkeypatch.setenv("JAXRL_PROCESS_COUNT", "two")
     with pytest.raises(ConfigError, match="JAXRL_PROCESS_COUNT is 'two'"):
-        processes._process_spec("a:1", None, 0)
+        clusters.process_spec("a:1", None, 0)
 
 
 def test_a_count_of_one_is_alone_wherever_it_runs(monkeypatch):
@@ -86,7 +86,7 @@ def test_a_count_of_one_is_alone_wherever_it_runs(monkeypatch):
 
 def test_open_mpi_numbers_the_processes(monkeypatch):
     set_all(monkeypatch, {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "5"})
-    assert processes._process_spec("a:1", None, None) == ProcessSpec("a:1", 8, 5)
+    assert clusters.process_spec("a:1", None, None) == ProcessSpec("a:1", 8, 5)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_open_mpi_numbers_the_processes(monkeypatch):
 )
 def test_the_cluster_is_seen(monkeypatch, variables, cluster):
     set_all(monkeypatch, variables)
-    assert processes._cluster() == cluster
+    assert clusters.described_cluster() == cluster
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_the_cluster_is_seen(monkeypatch, variables, cluster):
 )
 def test_a_lone_task_has_all_devices(monkeypatch, variables, devices):
     set_all(monkeypatch, variables)
-    assert processes._devices_of_a_lone_task() == devices
+    assert clusters._devices_of_a_lone_task() == devices
 
 
 def test_a_cluster_that_jax_cannot_read(monkeypatch):
