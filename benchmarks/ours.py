@@ -20,6 +20,7 @@ from jaxrl_llm.distributed.host_memory import return_memory
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.runtime.compiling import CompileStatus
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.mesh import build_mesh
 from jaxrl_llm.training.setup.run import Run, build
 from jaxrl_llm.training.update import merge_frozen
@@ -85,7 +86,7 @@ def odd_share(completion_ids, **_) -> list[float]:
 
 def parts_of(config, mesh, data: list[dict[str, str]], stops: tuple[int, ...] = ()) -> Run:
     """The parts of a run, whose rows end at `stops` or at full length, never at an end-of-text token."""
-    parts = build(config, mesh, data, rewards=[odd_share])
+    parts = build(config, mesh, Given(data, rewards=[odd_share]))
     source: Any = parts.source
     if isinstance(source, OnlineSource):
         worker = source.producer.worker

@@ -59,6 +59,7 @@ from jaxrl_llm.training.logging.console import outlive_streams, stderr_console, 
 from jaxrl_llm.training.logging.logger import Logger
 from jaxrl_llm.training.logging.origin import write_start
 from jaxrl_llm.training.logging.step_log import Metrics, Step, StepLog
+from jaxrl_llm.training.offline import OfflineSource
 from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.rollouts.rollout_files import start_learners
 from jaxrl_llm.training.rollouts.sampler import sample
@@ -71,7 +72,7 @@ from jaxrl_llm.training.runtime.profiler import Profiler, steps_here
 from jaxrl_llm.training.runtime.watchdog import Watchdog
 from jaxrl_llm.training.setup.given import Given, take
 from jaxrl_llm.training.setup.mesh import build_mesh
-from jaxrl_llm.training.setup.records import checkpoint_spec, health_spec, logging_spec, peak_of
+from jaxrl_llm.training.setup.records import checkpoint_folder, health_spec, keep_of, logging_spec, peak_of
 from jaxrl_llm.training.setup.resume import changes_to, loaded_once, parts_loaded, resume
 from jaxrl_llm.training.setup.run import Run, build, finished_models
 from jaxrl_llm.training.setup.sources import rendezvous_of
@@ -153,13 +154,13 @@ def train(
         config, folder = run.config, Path(config.output_dir)
         root, stopwatch, step = jax.random.key(config.seed), run.stopwatch, int(state.step)
         # Where nobody looks at each step, its metrics are read while the next one is computed.
-        deferred = not run.algorithm.online and not hooks.every_step
+        deferred = isinstance(run.source, OfflineSource) and not hooks.every_step
 
         def current() -> Model:
             return replace(run.model, params=merge_frozen(state, run.frozen).params)
 
         def write_model() -> None:
-            written = export_step(folder, step, *finished_models(config, run, state), config.checkpoint.keep)
+            written = export_step(folder, step, *finished_models(run, state), config.checkpoint.keep)
             if problem := push_step(config, written, step):
                 log.warn([problem])
 
@@ -279,7 +280,7 @@ def _exported(
             arrays = checkpoints.restore_arrays(best, run.average.arrays(), run.mesh)
             run.average.restore(arrays, merge_frozen(state, run.frozen).params)
         log.warn(checkpoints.warnings())
-    trained, critic = finished_models(config, run, state)
+    trained, critic = finished_models(run, state)
     averaged = None if run.average is None else replace(trained, params=run.average.of_model(trained.params))
     _check_locks(locks)
     export_run(folder, checkpoints.outcome, trained, critic, logger.note, averaged)
@@ -295,16 +296,16 @@ def _start(
     config, given: Given, callbacks: Sequence[Any], stack: contextlib.ExitStack
 ) -> tuple[Run, State, StepLog, Logger, Checkpoints, Callbacks, list[RunLock]]:
     """Everything that a run needs, on a mesh that is set; `stack` closes it. A resumed run starts at its checkpoint."""
-    folder, mesh, kept = Path(config.output_dir), build_mesh(config), checkpoint_spec(config)
+    folder, mesh, kept_in = Path(config.output_dir), build_mesh(config), checkpoint_folder(config)
     steps_here(config.logging.profile_steps, config.logging.profile_process)  # refuses some
     check_writable(folder)
-    locks = _lock(folder, kept.folder, stack)
-    if not is_remote(kept.folder):
-        check_shared(kept.folder)
+    locks = _lock(folder, kept_in, stack)
+    if not is_remote(kept_in):
+        check_shared(kept_in)
     if config.rollout.processes and processes.is_split() and jax.process_index() == 0:
         stack.enter_context(start_learners(rendezvous_of(config)))
     stack.enter_context(jax.set_mesh(mesh))
-    checkpoints = stack.enter_context(Checkpoints(kept.folder, kept.keep))
+    checkpoints = stack.enter_context(Checkpoints(kept_in, keep_of(config)))
     start, lines = loaded_once(config, checkpoints)
     changes = changes_to(start, given, checkpoints)
     closing = stack.enter_context(contextlib.ExitStack())
@@ -317,7 +318,7 @@ def _start(
     shows = jax.process_index() == 0 and "console" in config.logging.backends
     loading = f"loading {masked(config.model.path)} and the data"
     with waiting(loading, stdout_console()) if shows else contextlib.nullcontext():
-        run = build(config, mesh, *given)
+        run = build(config, mesh, given)
     config, words = run.config, given_in_words(given._asdict())
     hooks = Callbacks(named, to_json(config), folder, run.evaluation is not None)
     closing.callback(run.close)

@@ -35,8 +35,7 @@ from jaxrl_llm.training.logging.console import stderr_console, waiting
 from jaxrl_llm.training.objectives.value import with_value_head
 from jaxrl_llm.training.setup.data import model_entries, tokenizer_of
 from jaxrl_llm.training.setup.models import build_critic, build_model, net_options, trained_parts
-from jaxrl_llm.training.setup.records import GIVEN_KEYS, checkpoint_spec
-from jaxrl_llm.training.setup.specs import algorithm_of
+from jaxrl_llm.training.setup.records import GIVEN_KEYS, checkpoint_folder
 
 FLAGS = (
     Setting("run", "", "Folder of the run: its output_dir."),
@@ -110,7 +109,7 @@ def checkpoint_model(
     model in memory and that is needed and kept nowhere.
     """
     config = _with_kept(config, folder)
-    with jax.set_mesh(mesh), Checkpoints(checkpoint_spec(config, folder).folder, read_only=True) as checkpoints:
+    with jax.set_mesh(mesh), Checkpoints(checkpoint_folder(config, folder), read_only=True) as checkpoints:
         step = _step(checkpoints, step)
         model = _untrained(config, mesh, dtype)
         frozen, shapes = split(model.params, model.net.config.frozen)
@@ -123,12 +122,12 @@ def checkpoint_critic(folder: Path, config: ConfigDict, step: int | None, mesh: 
 
     Raises ConfigError as that does, and for a run without a critic.
     """
-    if not algorithm_of(config).has_critic:
+    if config.algorithm.name != "ppo":
         raise ConfigError(f"--critic: the run in {folder} has none (algorithm.name = {config.algorithm.name!r})")
     shared = config.critic.shared
     policy, step = checkpoint_model(folder, config, step, mesh) if shared else (None, step)
     config = _with_kept(config, folder)
-    with jax.set_mesh(mesh), Checkpoints(checkpoint_spec(config, folder).folder, read_only=True) as checkpoints:
+    with jax.set_mesh(mesh), Checkpoints(checkpoint_folder(config, folder), read_only=True) as checkpoints:
         step = _step(checkpoints, step)
         critic = build_critic(config, policy or _untrained(config, mesh, "float32"), mesh)
         frozen, shapes = ({}, critic.params) if shared else split(critic.params, critic.net.config.frozen)
@@ -210,7 +209,7 @@ def config_of(folder: Path) -> ConfigDict:
             "trained with"
         )
     config = from_json(file.read_text(encoding="utf-8"))
-    if not (kept := checkpoint_spec(config, folder).folder).is_dir():
+    if not (kept := checkpoint_folder(config, folder)).is_dir():
         raise ConfigError(f"the run in {folder} has no checkpoints: there is no folder {kept}")
     return config
 

@@ -46,7 +46,7 @@ from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.logging.console import stderr_console, waiting
 from jaxrl_llm.training.runtime.lock import RunLock
-from jaxrl_llm.training.setup.records import checkpoint_spec
+from jaxrl_llm.training.setup.records import checkpoint_folder
 from jaxrl_llm.training.setup.worker import eos_ids
 
 KEY_VARIABLE = "JAXRL_LLM_API_KEY"
@@ -301,7 +301,7 @@ def load_served(path: str, dtype: str, mesh: Mesh, trust_remote_code: bool = Fal
     run = folder if step is None else folder.parent.parent
     if "output_dir" not in (read_json(run / "config.json") or {}):  # that of a model, which has the same name
         return load_model(path, dtype, mesh=mesh, trust_remote_code=trust_remote_code)
-    kept = checkpoint_spec(from_json((run / "config.json").read_text(encoding="utf-8")), run).folder
+    kept = checkpoint_folder(from_json((run / "config.json").read_text(encoding="utf-8")), run)
     has_states = kept.is_dir() and any(x.name.isdigit() for x in kept.iterdir())
     if step is None and not has_states and (run / "hf").is_dir():
         return load_model(run / "hf", dtype, mesh=mesh, trust_remote_code=trust_remote_code)

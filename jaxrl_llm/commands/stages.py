@@ -27,7 +27,7 @@ from jaxrl_llm.training.checkpoint.data_files import checksum
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
 from jaxrl_llm.training.checkpoint.settings import as_computed
 from jaxrl_llm.training.logging.console import outlive_streams
-from jaxrl_llm.training.setup.records import checkpoint_spec
+from jaxrl_llm.training.setup.records import checkpoint_folder
 
 FLAGS = (
     Setting(
@@ -87,7 +87,7 @@ def run_stages(stages: Mapping[str, ConfigDict]) -> dict[str, Result]:
                     if other != name and any(f"{its.output_dir}/" in value for value in settings):
                         weights = sorted((Path(its.output_dir) / "hf").glob("*.safetensors"))
                         read |= {other: {file.name: checksum(file) for file in weights}} if weights else {}
-                checkpoints = checkpoint_spec(config).folder
+                checkpoints = checkpoint_folder(config)
                 resumes = config.checkpoint.resume != "never" and checkpoints.is_dir()
                 if finished or (resumes and any(path.name.isdigit() for path in checkpoints.iterdir())):
                     before = read_json(folder / READ_MODELS) or {}
@@ -121,7 +121,7 @@ def is_finished(config: ConfigDict) -> bool:
                 if to_json(as_computed(config, recorded)) == to_json(recorded):
                     total_steps = recorded.total_steps
     total_steps = processes.gather(total_steps)[0]
-    checkpoints_folder = checkpoint_spec(config).folder
+    checkpoints_folder = checkpoint_folder(config)
     if total_steps is None or not checkpoints_folder.is_dir():
         return False
     with Checkpoints(checkpoints_folder, read_only=True) as checkpoints:

@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxrl_llm.config import ConfigError, batch_rows, rows_together, validate
 from jaxrl_llm.config.flags import file_to_write, load_flags
+from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
@@ -133,19 +134,19 @@ def _step(config, run: Run, state: State) -> tuple[Made, State]:
     """One step of a run from `state`, which it donates."""
     key = jax.random.fold_in(jax.random.key(config.seed), int(state.step) + 1)
     batch = run.source.next(merge_frozen(state, run.frozen), key).batch
-    tokens = np.asarray(batch.inputs.tokens) if run.algorithm.online else None
+    tokens = np.asarray(batch.inputs.tokens) if config.algorithm.name not in OFFLINE else None
     state, updates = improve(run, state, batch)
     return Made(tokens, {name: float(value) for name, value in updates[0].items()}, jax.device_get(state.params)), state
 
 
 def _variants(config, run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
     """Other ways to compute the same step: a name, and the settings by which it differs."""
-    if run.algorithm.online:
+    if config.algorithm.name not in OFFLINE:
         slots = config.rollout.slots or batch_rows(config)
         if slots > 1:
             yield f"{max(slots // 2, 1)} decode slots for {slots}", {"rollout.slots": max(slots // 2, 1)}
     rows = config.batch.microbatch_rows or batch_rows(config) // config.batch.minibatches
-    unit = 1 if run.algorithm.online else rows_together(config)
+    unit = rows_together(config) if config.algorithm.name in OFFLINE else 1
     if part := next((size for size in range(rows // 2, 0, -1) if rows % size == 0 and size % unit == 0), 0):
         smaller = {"batch.microbatch_rows": part}
         if config.batch.microbatch_tokens:

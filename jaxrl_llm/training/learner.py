@@ -26,11 +26,10 @@ from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import local_rows, on_device, row_shards, rows_to_global
 from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.training.advantages import Advantages, AdvantageStep
-from jaxrl_llm.training.algorithm import BatchSpec
 from jaxrl_llm.training.images import check_kept
 from jaxrl_llm.training.logging.reward_metrics import over_processes
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.microbatch import rows_at
+from jaxrl_llm.training.microbatch import BatchSpec, rows_at
 from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.passes import images_of_rows, scored_distributions, scored_logps, scored_norms, values_before
 from jaxrl_llm.training.reference import Reference

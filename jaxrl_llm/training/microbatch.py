@@ -1,4 +1,5 @@
-"""Micro-batches of a batch: equal runs of its rows or, with a layout, the rows that lie in the same packed rows."""
+"""The rows of a step, and micro-batches of them: equal runs or, with a layout, the rows that lie in the same packed
+rows."""
 
 import dataclasses
 import math
@@ -11,6 +12,30 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Batch, Images, Inputs, PackedLayout
 from jaxrl_llm.distributed.sharding import constrain, row_sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSpec:
+    """The rows of a step, and how they are split into updates and forward passes."""
+
+    prompts: int  # of given data its examples: rows, pairs, or groups of packed rows
+    group_size: int
+    minibatches: int
+    microbatch_rows: int
+    num_iterations: int
+    shuffle: bool
+    seed: int
+    logps_microbatch_rows: int = 0
+
+    @property
+    def rows(self) -> int:
+        """The number of rows N of a step."""
+        return self.prompts * self.group_size
+
+    @property
+    def forward_rows(self) -> int:
+        """Rows of one pass without gradients: by default a micro-batch, or a minibatch where it is not split."""
+        return self.logps_microbatch_rows or self.microbatch_rows or self.rows // self.minibatches
 
 
 class MicroBatches(NamedTuple):

@@ -30,8 +30,8 @@ from jaxrl_llm.distributed.sharding import on_device, row_shards, rows_to_global
 from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.models.vision.row_images import count_tiles, image_tokens, row_images
 from jaxrl_llm.rewards.runner import NO_STEP, TrainerState
-from jaxrl_llm.training.algorithm import BatchSpec
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
+from jaxrl_llm.training.microbatch import BatchSpec
 from jaxrl_llm.training.packing.documents import pad_groups
 from jaxrl_llm.training.packing.planner import Packer, TypicalRows
 from jaxrl_llm.training.passes import scored_logps

@@ -34,8 +34,8 @@ from jaxrl_llm.training.learner import Learner
 from jaxrl_llm.training.logging.reward_metrics import add_totals
 from jaxrl_llm.training.rollouts.dynamic_sampling import fill
 from jaxrl_llm.training.rollouts.experience import Experience, Rollouts
+from jaxrl_llm.training.rollouts.file_queue import FileQueue
 from jaxrl_llm.training.rollouts.partial_rollouts import PartialRollouts
-from jaxrl_llm.training.rollouts.rollout_files import FileQueue
 from jaxrl_llm.training.rollouts.rollout_queue import RolloutQueue
 from jaxrl_llm.training.rollouts.worker import RolloutWorker
 from jaxrl_llm.training.update import State
@@ -168,7 +168,7 @@ class OnlineSource:
 
     def next(self, state: State, key) -> Experience:
         """The batch of one step; with a queue of length 0, sampled from `state.params`."""
-        rollouts, metrics = self.queue.take(self.producer.produce, state.params, int(state.step), key)
+        rollouts, metrics = self.queue.take(state.params, int(state.step), key)
         self.wait()
         pipeline = self.producer.pipeline
         if rollouts.partial is not None:

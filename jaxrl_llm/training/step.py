@@ -23,7 +23,7 @@ def improve(run: Run, state: State, batch: Batch) -> tuple[State, list[Metrics]]
         for minibatch in minibatches_of(run, batch, own_seed, critic.minibatches, critic.passes):
             state, metrics = critic.update(state, minibatch, run.frozen)
             of_critic.append(metrics)
-        if int(state.step) < run.warmup_steps:
+        if int(state.step) < critic.warmup_steps:
             update = None if critic.apart else critic.update
     if update is not None:
         # All are laid out before the first update: the host does not wait for one to lay out the next.
@@ -38,7 +38,7 @@ def improve(run: Run, state: State, batch: Batch) -> tuple[State, list[Metrics]]
 def update_flops(run: Run, step: int, batch: Batch) -> jax.Array:
     """The model FLOPs `[]` of what `improve` makes of a batch after `step` steps, of policy and critic together."""
     alone, together = run.critic_alone, run.batch.num_iterations
-    of_policy = together if alone is None or step >= run.warmup_steps else 0
+    of_policy = together if alone is None or step >= alone.warmup_steps else 0
     total = of_policy * _pass_flops(run.model.net, batch.inputs.segments, run.pack.positions.alternate)
     if run.critic is not None and not run.config.critic.shared:
         passes = together if alone is None else alone.passes + (0 if alone.apart else together)

@@ -20,6 +20,7 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec
 from jaxrl_llm.environments.games import SortThenSmallest
 from jaxrl_llm.environments.protocol import Step
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.mesh import build_mesh
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.setup.warnings import unread_calls
@@ -214,7 +215,7 @@ def test_there_is_a_reference_where_an_environment_reads_it(root, tmp_path, beta
     config, rows = of_two_games(root, tmp_path, *options, **{"algorithm.beta": beta})
     mesh = build_mesh(config)
     with jax.set_mesh(mesh):
-        learner = build(config, mesh, rows, environment=GAMES).source.learner
+        learner = build(config, mesh, Given(rows, environment=GAMES)).source.learner
         fields = learner.weights_of_rows(["sort"] * 16)
     assert (learner.reference is not None) == is_there
     assert ("kl_weight" in fields) == is_there and ("loss_weight" in fields) == ("weight" in options[0])

@@ -18,7 +18,8 @@ from jaxrl_llm.rewards.functions import soft_overlong
 from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.reference import start_reference
-from jaxrl_llm.training.setup.specs import algorithm_of, reference_spec
+from jaxrl_llm.training.setup.objectives import needs_reference
+from jaxrl_llm.training.setup.specs import reference_spec
 from tests.models.decoding import trainer_logps
 from tests.training.objectives.test_policy_gradient import NET, PARAMS
 
@@ -153,9 +154,9 @@ def test_lengths_are_counted_in_tokens():
 def test_without_beta_there_is_no_reference():
     """A missing beta that was not 0 computed log-probs of a reference which the loss did not read."""
     config, params = default(), {"x": jnp.ones(2)}
-    assert not algorithm_of(config).needs_reference
+    assert not needs_reference(config)
     config.algorithm.beta = 0.1
-    assert algorithm_of(config).needs_reference
+    assert needs_reference(config)
     reference = start_reference(reference_spec(config), params)
     assert reference["x"].unsafe_buffer_pointer() != params["x"].unsafe_buffer_pointer()  # updates donate those
 

@@ -15,6 +15,7 @@ from jaxrl_llm.config import default, validate
 from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import Model, save_hf
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import merge_frozen
@@ -67,7 +68,7 @@ def load(folder):
 def test_a_step(tmp_path):
     mesh = make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
-        run = build(configured(), mesh, train_dataset=tasks.generate("sort", size=16), rewards=digits)
+        run = build(configured(), mesh, Given(train_dataset=tasks.generate("sort", size=16), rewards=digits))
         learner, tokenizer = run.source.learner, run.model.tokenizer
         learner.reference.params = jax.tree.map(lambda x: 1.02 * x, learner.reference.params)
         save(run, run.state, tmp_path / "before")

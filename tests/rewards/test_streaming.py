@@ -15,6 +15,7 @@ from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.rewards.signatures import RewardError
 from jaxrl_llm.rewards.streaming import StreamingRewards
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.mesh import build_mesh
 from jaxrl_llm.training.setup.run import build
 from tests.rewards.judge_server import JudgeServer, asked
@@ -191,7 +192,7 @@ def test_a_judge_reads_rows_while_others_are_sampled(root, tmp_path, monkeypatch
         for streaming in (True, False):
             make = Judge if streaming else BatchJudge
             judge = make(server.url, "m", "{{ prompt }} <{{ completion }}>", on_failure="none")
-            parts = build(config, build_mesh(config), None, None, [judge], None, ())
+            parts = build(config, build_mesh(config), Given(rewards=[judge]))
             watch, asked_before = Watch(), len(server.times)
             producer = parts.source.producer
             sampler = dataclasses.replace(producer.worker, stopwatch=watch)

@@ -30,6 +30,7 @@ from jaxrl_llm.training.packing.planner import PackingSpec, TypicalRows, make_pa
 from jaxrl_llm.training.passes import images_of_rows, scored_logps
 from jaxrl_llm.training.rollouts.dynamic_sampling import _as_wide
 from jaxrl_llm.training.rollouts.experience import Rollouts, pack, placed, unpack
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.mesh import build_mesh
 from jaxrl_llm.training.setup.models import build_model
 from jaxrl_llm.training.setup.objectives import objective_of
@@ -478,4 +479,4 @@ def test_a_queue_keeps_the_images(model):
 def test_settings_that_lose_images_are_refused_before_the_first_step(root, tmp_path, lost):
     config, mesh = configured(root, tmp_path, **lost), make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh), pytest.raises(ConfigError, match=f"^{next(iter(lost))} is set, but rows have images"):
-        build(config, mesh, train_dataset=TILES)
+        build(config, mesh, Given(train_dataset=TILES))

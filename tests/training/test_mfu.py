@@ -21,13 +21,12 @@ CRITIC = Net(dataclasses.replace(POLICY.config, layers=1, head="score"))
 SEGMENTS = jnp.array([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]])
 
 
-def flops_of(step: int = 0, critic=None, warmup: int = 0, alternate: bool = False, shared: bool = False):
+def flops_of(step: int = 0, critic=None, warm: int = 0, alternate: bool = False, shared: bool = False):
     """In passes of the policy and of the critic over all rows, of updates of two iterations."""
     run = SimpleNamespace(
         model=SimpleNamespace(net=POLICY),
         critic=None if critic is None and not shared else SimpleNamespace(net=CRITIC),
-        critic_alone=None if critic is None else SimpleNamespace(passes=critic[0], apart=critic[1]),
-        warmup_steps=warmup,
+        critic_alone=None if critic is None else SimpleNamespace(passes=critic[0], apart=critic[1], warmup_steps=warm),
         batch=SimpleNamespace(num_iterations=2),
         pack=SimpleNamespace(positions=SimpleNamespace(alternate=alternate)),
         config=SimpleNamespace(critic=SimpleNamespace(shared=shared)),
@@ -40,8 +39,8 @@ def test_every_pass_over_a_batch_counts():
     assert flops_of() == flops_of(shared=True) == 2 * policy
     assert flops_of(critic=(3, False)) == pytest.approx(2 * policy + 5 * critic)
     assert flops_of(critic=(1, True)) == pytest.approx(2 * policy + critic)
-    assert flops_of(step=4, critic=(0, False), warmup=5) == pytest.approx(2 * critic)
-    assert flops_of(step=5, critic=(0, False), warmup=5) == pytest.approx(2 * policy + 2 * critic)
+    assert flops_of(step=4, critic=(0, False), warm=5) == pytest.approx(2 * critic)
+    assert flops_of(step=5, critic=(0, False), warm=5) == pytest.approx(2 * policy + 2 * critic)
 
 
 def test_of_rows_that_are_only_read_the_forward_pass_counts():

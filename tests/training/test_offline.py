@@ -12,8 +12,9 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.train import train
 from jaxrl_llm.training import offline
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.run import build
-from jaxrl_llm.training.setup.specs import algorithm_of, data_spec, offline_spec
+from jaxrl_llm.training.setup.specs import data_spec, mismatches, offline_spec
 
 
 def config_of(name: str, loss: str = "dpo", task: str = "sort_pairs", **algorithm):
@@ -33,7 +34,7 @@ def built(config, rows=None):
     mesh = make_mesh(devices=jax.devices()[:1])
     rows = tasks.generate(config.data.path.removeprefix("task:"), size=24) if rows is None else rows
     with jax.set_mesh(mesh):
-        return build(config, mesh, train_dataset=rows, eval_dataset=None if config.data.eval_path else rows)
+        return build(config, mesh, Given(train_dataset=rows, eval_dataset=None if config.data.eval_path else rows))
 
 
 def examples_of(config, rows, tokenizer):
@@ -81,7 +82,7 @@ def test_mismatch_has_the_completion_before():
     assert [row["ids"] for row in others] == [[1, 2, 9], [3, 7, 7], [4, 5, 6, 8]]
     assert [row["mask"] for row in others] == [[0, 0, 1], [0, 1, 1], [0, 0, 0, 1]]
     assert [row["label"] for row in others] == [True, False, True]
-    assert offline.longest(examples, algorithm_of(config).mismatched) == 5
+    assert offline.longest(examples, mismatches(config)) == 5
     shorter = offline.with_mismatches(offline_spec(config, 3), examples)
     assert shorter[2][1]["mask"] == [0, 0, 0]  # nothing of it fits
     without = config_of("preference", "apo_zero_unpaired")
@@ -325,7 +326,7 @@ def test_a_long_row_does_not_make_all_held_out_rows_take_more_memory():
     found = []
     for held_out in ([*short, long], short):
         with jax.set_mesh(mesh):
-            run = build(config, mesh, train_dataset=[*short, long], eval_dataset=held_out)
+            run = build(config, mesh, Given(train_dataset=[*short, long], eval_dataset=held_out))
         (evaluation,) = run.evaluation.sets
         width = evaluation.batch.inputs.tokens.shape[1]
         assert evaluation.rows * width <= run.source.pack.passing_tokens

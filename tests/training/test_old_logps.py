@@ -12,6 +12,7 @@ from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.passes import scored_logps
 from jaxrl_llm.training.rollouts.experience import Partial
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.records import health_spec
 from jaxrl_llm.training.setup.run import build
@@ -40,7 +41,7 @@ def digits(completions, **kwargs):
 def stepped(config):
     """The run of a configuration, its first experience, and the state after it."""
     with jax.set_mesh(MESH):
-        run = build(config, MESH, train_dataset=tasks.generate("sort", size=16), rewards=digits)
+        run = build(config, MESH, Given(train_dataset=tasks.generate("sort", size=16), rewards=digits))
         experience = run.source.next(run.state, jax.random.key(1))
         state, updates = improve(run, run.state, experience.batch)
     return run, experience, state, updates
@@ -173,7 +174,7 @@ def test_interpolation_takes_the_age_of_rows_and_costs_no_pass(monkeypatch):
     config = interpolated()
     assert old_logps_of(config) == "interpolated"
     with jax.set_mesh(MESH):
-        run = build(config, MESH, train_dataset=tasks.generate("sort", size=16), rewards=digits)
+        run = build(config, MESH, Given(train_dataset=tasks.generate("sort", size=16), rewards=digits))
         with run.source.queue:
             monkeypatch.setattr("jaxrl_llm.training.learner.scored_logps", no_pass)
             first = run.source.next(run.state, jax.random.key(1))
@@ -198,7 +199,7 @@ def test_interpolation_takes_the_age_of_tokens():
     """Rows that several policies sampled have a share for each token."""
     config = interpolated(staleness=0)
     with jax.set_mesh(MESH):
-        run = build(config, MESH, train_dataset=tasks.generate("sort", size=16), rewards=digits)
+        run = build(config, MESH, Given(train_dataset=tasks.generate("sort", size=16), rewards=digits))
         rollouts = run.source.producer.produce(run.state.params, 0, 1, jax.random.key(1))
         versions = np.tile([[0, 0, 1, 1, 2, 2, 3, -1]], (16, 1)).astype(np.int32)
         rollouts = rollouts._replace(partial=Partial(versions, 0, 1))
@@ -228,7 +229,7 @@ def test_interpolation_needs_a_correction():
     config = interpolated()
     config.algorithm.importance_correction = "none"
     with jax.set_mesh(MESH), pytest.raises(ConfigError, match="importance_correction is none"):
-        build(config, MESH, train_dataset=tasks.generate("sort", size=16), rewards=digits)
+        build(config, MESH, Given(train_dataset=tasks.generate("sort", size=16), rewards=digits))
 
 
 def test_sampler_needs_no_correction():

@@ -8,6 +8,7 @@ import pytest
 from jaxrl_llm.algorithms.advantages import otb_advantages, token_rewards
 from jaxrl_llm.data import tasks
 from jaxrl_llm.training.passes import scored_logps, scored_norms
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.run import build
 from tests.training.test_old_logps import MESH, config_of, digits
 
@@ -18,7 +19,7 @@ def made():
     config = config_of(advantage="otb", old_logps="trainer")
     config.rollout.temperature = 2.0
     with jax.set_mesh(MESH), pytest.MonkeyPatch.context() as patch:
-        run = build(config, MESH, train_dataset=tasks.generate("sort", size=16), rewards=digits)
+        run = build(config, MESH, Given(train_dataset=tasks.generate("sort", size=16), rewards=digits))
         patch.setattr("jaxrl_llm.training.learner.scored_logps", None)  # the log-probs are of the same pass
         rollouts = run.source.producer.produce(run.state.params, 0, 1, jax.random.key(1))
         experience = run.source.learner.prepare(rollouts, run.state, jax.random.key(2))

@@ -21,6 +21,7 @@ from jaxrl_llm.training.reference import Reference, ReferenceSpec, start_referen
 from jaxrl_llm.training.rollouts.dynamic_sampling import fill
 from jaxrl_llm.training.rollouts.experience import Rollouts
 from jaxrl_llm.training.rollouts.replay import empty_replay, exchange, get_arrays, with_arrays
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.setup.specs import controllers_of, reference_spec
 from jaxrl_llm.training.update import State
@@ -192,7 +193,7 @@ def test_no_kl_term_keeps_no_reference():
         config = configured(beta=beta)
         config.eval.every, config.batch.prompts = -1, 2
         with jax.set_mesh(MESH):
-            run = build(config, MESH, train_dataset=rows, rewards=rewards)
+            run = build(config, MESH, Given(train_dataset=rows, rewards=rewards))
         reference = run.source.learner.reference
         assert (reference is not None) == (beta > 0)
         assert run.source.restorable().keys() == {"queue", *(("reference",) if beta else ())}

@@ -22,6 +22,7 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.training import reference_scores
 from jaxrl_llm.training.reference_scores import assume_scores
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.run import build
 
@@ -83,7 +84,7 @@ def test_the_reference_stays_while_the_policy_moves(tmp_path, monkeypatch):
     notes, config = [], config_of(batch__packing="false")
     config.output_dir = str(tmp_path)
     with jax.set_mesh(MESH):
-        run = build(config, MESH, train_dataset=ROWS, rewards=even)
+        run = build(config, MESH, Given(train_dataset=ROWS, rewards=even))
         stage, prompts = run.source.first_stage, run.source.producer.pipeline
         others = ScoredPrompts(prompts.examples, 4, True)
         moved = jax.tree.map(lambda x: 1.02 * x, run.state.params)
@@ -194,7 +195,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(tmp_path, place):
 def test_what_cannot_be_written_leaves_no_file(tmp_path):
     """Rows of what JSON does not hold."""
     with jax.set_mesh(MESH):
-        run = build(config_of(), MESH, train_dataset=[{**row, "odd": {1}} for row in ROWS], rewards=even)
+        run = build(config_of(), MESH, Given(train_dataset=[{**row, "odd": {1}} for row in ROWS], rewards=even))
         stage = dataclasses.replace(run.source.first_stage, folder=tmp_path)
         assert "could not be written" in stage._written(np.ones((len(ROWS), 3)))
     assert not list(tmp_path.iterdir())
@@ -202,7 +203,7 @@ def test_what_cannot_be_written_leaves_no_file(tmp_path):
 
 def test_steps_that_are_measured_take_scores_for_granted():
     with jax.set_mesh(MESH):
-        run = build(config_of(), MESH, train_dataset=ROWS, rewards=even)
+        run = build(config_of(), MESH, Given(train_dataset=ROWS, rewards=even))
         assert assume_scores(run.source) == 10 and assume_scores(run.source) == 0
         assert run.source.producer.pipeline.known
 

@@ -19,7 +19,7 @@ from jaxrl_llm.tools.plan.shapes import Shapes, TeacherShapes, visiting
 from jaxrl_llm.tools.plan.topology import Target
 from jaxrl_llm.training.passes import images_of_rows
 from jaxrl_llm.training.setup.objectives import kl_in_loss, needs_reference
-from jaxrl_llm.training.setup.specs import algorithm_of, learner_spec, offline_spec, old_logps_of, teacher_spec
+from jaxrl_llm.training.setup.specs import data_kind, learner_spec, offline_spec, old_logps_of, teacher_spec
 from jaxrl_llm.training.update import merge_frozen
 
 
@@ -126,7 +126,7 @@ def update_batch(step: Step, teacher: TeacherShapes | None = None) -> Batch:
         fields = {"ref_logps": tokens} if needs_reference(config) else {}
         fields |= {"seeds": seeds} if algorithm.neftune_alpha else {}
         of_kind = {"labels": {"labels": single}, "steps": {"step_labels": tokens}}
-        fields |= of_kind.get(algorithm_of(config).data, {})
+        fields |= of_kind.get(data_kind(config), {})
         scalars |= {"reward_shift": number} if offline_spec(config, width).running_mean else {}
     if config.teacher.path is not None and config.teacher.form != "advantage":
         if k := teacher_spec(config).top_k:

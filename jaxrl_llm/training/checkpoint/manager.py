@@ -15,7 +15,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +41,6 @@ ARRAYS = ("reference", "average", "teacher", "replay", "queue", "partial", "refe
 FAILURES = (OSError, ValueError)  # raised by Orbax and its array storage when a disk is full, or gone
 RETRY_SECONDS = 30.0
 FINAL_TRIES = 3
-
-
-@dataclass(frozen=True)
-class CheckpointSpec:
-    """The folder of a run's checkpoints (local, or in an object store), and those that are kept."""
-
-    folder: Any
-    keep: Keep
 
 
 class Checkpoints:

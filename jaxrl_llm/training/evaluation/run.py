@@ -14,14 +14,12 @@ from jaxrl_llm.config.resolve import ConfigError, closest
 from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.collate import columns_of
-from jaxrl_llm.data.splits import is_splits
 from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import row_shards, rows_to_global
 from jaxrl_llm.models.net import Params
 from jaxrl_llm.rewards.runner import NO_STEP, NOTHING_LOGGED, Logged, TrainerState
-from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation.metrics import (
     SOURCE,
     EvalMetrics,
@@ -57,37 +55,6 @@ class Predictions(NamedTuple):
 
 LABELS = ("answer", "ground_truth", "solution", "completion", "label")
 Compute = Callable[[Predictions], Mapping[str, float]]
-
-
-class NamedSet(NamedTuple):
-    """One set: its name in metrics (empty for the only one), its rows or their sources, and its numbers."""
-
-    name: str
-    rows: Any  # in memory, in place of sources
-    sources: list[dict[str, Any]] | None  # None: data.eval_path, or the sources that are trained on
-    prompts: int  # the first rows that are evaluated on
-    samples: int  # completions of each prompt
-
-
-@dataclass(frozen=True)
-class EvalSpec:
-    """The sets of a configuration, and how completions of their prompts are sampled."""
-
-    sets: tuple[NamedSet, ...]  # those of eval.sets, or the one of data.eval_path
-    prompts: int  # of sets that are given in memory
-    samples: int
-    greedy: bool  # a greedy completion of each prompt beside the samples
-    sampling: SamplingParams
-    completions_at_once: int
-
-
-def named_sets(spec: EvalSpec, eval_dataset: Any = None) -> list[NamedSet]:
-    """The sets to evaluate on: `eval_dataset` (rows, or a dictionary of rows by set), else those of `spec`."""
-    if isinstance(eval_dataset, Mapping) and not is_splits(eval_dataset):
-        return [NamedSet(str(name), rows, None, spec.prompts, spec.samples) for name, rows in eval_dataset.items()]
-    if eval_dataset is not None:
-        return [NamedSet("", eval_dataset, None, spec.prompts, spec.samples)]
-    return list(spec.sets)
 
 
 class Samples(NamedTuple):

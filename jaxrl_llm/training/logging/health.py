@@ -15,12 +15,12 @@ ROUNDING = 1e-6  # the norm of a gradient below which it is one of rounding alon
 class HealthSpec:
     """The limits beyond which a run is warned of, or ended; None is no limit."""
 
-    policy: bool = True  # the policy is sampled, so the three limits below apply
-    kl: float | None = 1.0  # per token
-    entropy: float | None = 0.01  # per token, a lower limit
-    mismatch: float | None = 0.1  # mean absolute difference of the log-probs of sampler and trainer
-    max_skipped_steps: int = 3  # steps in a row without a finite gradient
-    older: tuple[str, ...] = ()  # the settings by which older policies sample
+    policy: bool  # the policy is sampled, so the three limits below apply
+    kl: float | None  # per token
+    entropy: float | None  # per token, a lower limit
+    mismatch: float | None  # mean absolute difference of the log-probs of sampler and trainer
+    max_skipped_steps: int  # steps in a row without a finite gradient
+    older: tuple[str, ...]  # the settings by which older policies sample
 
 
 def health_warnings(spec: HealthSpec, metrics: Mapping[str, float]) -> dict[str, str]:

@@ -16,10 +16,10 @@ def join(earlier: Logged, later: Logged, index: np.ndarray, rows: int) -> Logged
 
     Columns are picked as the rows are; metrics and totals count whether their rows are picked or not.
     """
-    columns = {
-        name: [[*earlier.columns.get(name, [None] * rows), *later.columns.get(name, [None] * rows)][i] for i in index]
-        for name in {**earlier.columns, **later.columns}
-    }
+    columns = {}
+    for name in {**earlier.columns, **later.columns}:
+        both = [*earlier.columns.get(name, [None] * rows), *later.columns.get(name, [None] * rows)]
+        columns[name] = [both[i] for i in index]
     metrics = {
         name: earlier.metrics.get(name, []) + later.metrics.get(name, [])
         for name in {**earlier.metrics, **later.metrics}

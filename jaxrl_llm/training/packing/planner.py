@@ -331,11 +331,11 @@ def _logit_cost(net: ModelConfig, positions: Positions) -> float:
     return 0.0 if positions.last or positions.after else 8.0 * net.width * net.vocab_size
 
 
-def typical_rollouts(rows: int, group_size: int, prompt_width: int, completion: int, full: bool = False) -> TypicalRows:
-    """Rows with full prompts; completions are full in every other group (in all with `full`), and have 1/8, 2/8, ... of
-    that length in the rest."""
+def typical_rollouts(rows: int, group_size: int, prompt_width: int, completion: int) -> TypicalRows:
+    """Rows with full prompts; completions are full in every other group, and have 1/8, 2/8, ... of that length in the
+    rest."""
     width, number = prompt_width + completion, np.arange(rows)
-    eighths = np.where(full | (number // group_size % 2 == 0), 8, number % 8 + 1)
+    eighths = np.where(number // group_size % 2 == 0, 8, number % 8 + 1)
     column = np.arange(width)
     tokens = np.where(column < prompt_width, number[:, None] // group_size, number[:, None]).astype(np.int32)
     segments = (column < (prompt_width + -(-completion * eighths // 8))[:, None]).astype(np.int32)

@@ -67,7 +67,7 @@ class ExternalRollout:
     mesh: Mesh
     prompt_width: int
     policy_logps: Callable[[Params, Inputs], Any]
-    save: Callable[..., str] | None = None
+    save: Callable[..., str]
     metrics: Callable[[], Mapping[str, float]] = dict  # of the newest weights that were published
     constraints: Mapping[str, Any] = field(default_factory=dict)
 
@@ -85,8 +85,8 @@ class ExternalRollout:
             **asdict(self.engine.sampling),
             **self.constraints,
         }
-        rounds = Rounds(partial(self._sample, params, key), self.save and partial(self.save, params))
-        trainer = RolloutTrainer(rounds.generate, self.tokenizer, settings, state, self.save and rounds.save)
+        rounds = Rounds(partial(self._sample, params, key), partial(self.save, params))
+        trainer = RolloutTrainer(rounds.generate, self.tokenizer, settings, state, rounds.save)
         ids = [example["prompt_ids"] for example in examples]
         with rounds.until_all_return():
             rows = call_rollout_function(self.function, [example["prompt"] for example in examples], ids, trainer)

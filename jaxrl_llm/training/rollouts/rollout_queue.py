@@ -48,15 +48,16 @@ class Made(NamedTuple):
 class RolloutQueue:
     """The rollouts of each step in turn; a context manager, behind which no batch is made.
 
-    staleness: updates between the policy that samples a batch and the one that is updated with it; with 0 `take` makes
-    each batch itself, and there is no thread. last_step: of the run. key_of: the key of a step. publish: the policy's
-    parameters in arrays that no update donates. mesh: that samples. train_mesh: that trains, the same or one of other
-    devices; then a program of these gives each policy, in the type that decodes, the shards that it has on `mesh`, to
-    which they are copied, and rows are moved back. watch: of the thread that takes. own_watch: of the one that makes.
-    arrivals: what comes to batches while they are made; where policies do, each is published there, and none is kept
-    for a batch. own_params: gives parameters to `mesh` where that is this process's part of those of several; then
-    each makes its own rows of a batch, and its thread starts no program of all, which would have to come in one order
-    with the updates.
+    produce: `(params, version, step, key)` makes the batch of a step by the policy of `version` steps. staleness:
+    updates between the policy that samples a batch and the one that is updated with it; with 0 `take` makes each batch
+    itself, and there is no thread. last_step: of the run. key_of: the key of a step. publish: the policy's parameters
+    in arrays that no update donates. mesh: that samples. train_mesh: that trains, the same or one of other devices;
+    then a program of these gives each policy, in the type that decodes, the shards that it has on `mesh`, to which they
+    are copied, and rows are moved back. watch: of the thread that takes. own_watch: of the one that makes. arrivals:
+    what comes to batches while they are made; where policies do, each is published there, and none is kept for a batch.
+    own_params: gives parameters to `mesh` where that is this process's part of those of several; then each makes its
+    own rows of a batch, and its thread starts no program of all, which would have to come in one order with the
+    updates.
 
     An error of what makes a batch is raised by the `take` or `rest` that meets it, and no further batch is made. The
     exit waits for the batch under way. After an error, or Ctrl-C, it waits no longer than LEAVE_SECONDS and leaves the
@@ -65,6 +66,7 @@ class RolloutQueue:
 
     def __init__(
         self,
+        produce: Produce,
         staleness: int,
         last_step: int,
         key_of: Callable[[int], Any],
@@ -76,7 +78,7 @@ class RolloutQueue:
         arrivals: Arrivals | None = None,
         own_params: Callable[[Params], Params] | None = None,
     ):
-        self.staleness = staleness
+        self.staleness, self._produce = staleness, produce
         self._arrivals = arrivals
         self._last_step, self._key_of, self._publish = last_step, key_of, publish
         self._mesh, self._train_mesh, self._watch, self._own_watch = mesh, train_mesh, watch, own_watch
@@ -105,16 +107,15 @@ class RolloutQueue:
             leave_behind(left)
             log.warning("a batch is still sampled and graded: it is left behind, with the memory that it takes")
 
-    def take(self, produce: Produce, params: Params, version: int, key) -> tuple[Rollouts, dict[str, Any]]:
+    def take(self, params: Params, version: int, key) -> tuple[Rollouts, dict[str, Any]]:
         """The batch of step `version + 1`, and metrics of the queue; `params` are those after `version` steps.
 
-        `produce(params, version, step, key)` makes the batch of a step by the policy of `version` steps. Those of the
-        steps up to `version + 1 + staleness` are made of these parameters, unless they are in the queue.
+        Batches of the steps up to `version + 1 + staleness` are made of these parameters, unless they are in the queue.
         """
         if not self.staleness and not self._queue:
             if self._apart:
                 params = self._published(params)
-            return self._rollouts(produce, params, version, version + 1, key), {}
+            return self._rollouts(params, version, version + 1, key), {}
         newest, last = version + len(self._queue), min(version + 1 + self.staleness, self._last_step)
         in_flight = self._arrivals is not None and self._arrivals.in_flight
         if newest < last or (in_flight and not all(future.done() for future in self._queue)):
@@ -124,7 +125,7 @@ class RolloutQueue:
                 params = {}  # which batches take from there
             for step in range(newest + 1, last + 1):
                 before = weakref.ref(self._queue[-1]) if self._queue else None  # whose result others may let go
-                make = partial(self._make, before, produce, params, version, step)
+                make = partial(self._make, before, params, version, step)
                 self._queue.append(in_thread(make, "rollouts"))
         ready = sum(future.done() for future in self._queue)
         with self._watch("rollout_wait"), yielded():
@@ -176,22 +177,20 @@ class RolloutQueue:
             self._reshard = resharding(trained, self._train_mesh, self._mesh)
         return combine(here, jax.device_put(self._reshard(trained), shardings(trained, self._mesh)))
 
-    def _rollouts(self, produce: Produce, params: Params, version: int, step: int, key) -> Rollouts:
+    def _rollouts(self, params: Params, version: int, step: int, key) -> Rollouts:
         if self._apart:
             key = jax.device_put(key, NamedSharding(self._mesh, PartitionSpec()))
         if self._arrivals is not None:
             self._arrivals.begin(step, version)
         with jax.set_mesh(self._mesh):
-            rollouts = produce(params, version, step, key)
+            rollouts = self._produce(params, version, step, key)
         if isinstance(self._error, CancelledError):  # nobody waits: the record may be another run's by now
             raise self._error
         if self._arrivals is not None:
             self._arrivals.end()
         return on_mesh(rollouts, self._train_mesh) if self._apart else rollouts
 
-    def _make(
-        self, before: weakref.ref[Future[Made]] | None, produce: Produce, params: Params, version: int, step: int
-    ) -> Made:
+    def _make(self, before: weakref.ref[Future[Made]] | None, params: Params, version: int, step: int) -> Made:
         """The batch of a step, made once that of the step before is."""
         if before is not None and (future := before()) is not None:
             wait([future])
@@ -201,7 +200,7 @@ class RolloutQueue:
         waited = 0.0 if self._idle_since is None else time.perf_counter() - self._idle_since
         try:
             with beside():
-                rollouts = self._rollouts(produce, params, version, step, self._key_of(step))
+                rollouts = self._rollouts(params, version, step, self._key_of(step))
         except BaseException as error:
             self._error = error
             raise

@@ -29,7 +29,7 @@ class RolloutTrainer:
         tokenizer: Any,
         settings: Mapping[str, Any],
         state: Any,
-        save: Callable[..., Any] | None = None,
+        save: Callable[..., Any],
     ):
         self._generate, self._save = generate, save
         self.processing_class = tokenizer
@@ -78,11 +78,8 @@ class RolloutTrainer:
         """Writes the policy as a Hugging Face folder, in the place of an earlier one; once for all processes.
 
         Then one of the processes that ask for it calls `then`, and all of them return what it returned, which is
-        anything that JSON writes. `then` may neither sample nor save. Raises ConfigError where it does, and where the
-        rollout has no policy to write.
+        anything that JSON writes. `then` may neither sample nor save; raises ConfigError where it does.
         """
-        if self._save is None:
-            raise ConfigError("save_model has no policy to write")
         return self._save((os.fspath(output_dir),), then and (lambda path: then()))
 
     def publish_weights(
@@ -94,8 +91,6 @@ class RolloutTrainer:
         that is a URL or `full_every` is above 1. Then each `full_every`-th version, and a `full` one, holds all weights
         and the others what changed; see models/files/weight_versions.py. Raises ConfigError as `save_model` does.
         """
-        if self._save is None:
-            raise ConfigError("publish_weights has no policy to write")
         return self._save((folder, dtype, full_every, full), then)
 
     def tokenize(self, prompts: Sequence[Any]) -> list[list[int]]:

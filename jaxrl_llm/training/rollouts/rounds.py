@@ -25,7 +25,7 @@ class Rounds:
     policy as its arguments say, the first of which is a folder, and returns where it is.
     """
 
-    def __init__(self, sample: Callable[..., list[Sampled]], save: Callable[..., str] | None):
+    def __init__(self, sample: Callable[..., list[Sampled]], save: Callable[..., str]):
         self._sample, self._save = sample, save
         self._number, self._lock = 0, threading.Lock()  # functions may ask in threads
         self._inside: int | None = None  # the thread that is in the round
@@ -80,7 +80,6 @@ class Rounds:
                         raise failure
                 asked, result = [one and tuple(one) for one in gather(own)], None
                 for arguments in dict.fromkeys(one for one in asked if one and isinstance(one[0], str)):
-                    assert self._save is not None
                     path = self._save(*arguments)
                     first = asked.index(arguments)
                     with all_or_none():

@@ -16,11 +16,11 @@ from jaxrl_llm.models import families
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.files.safetensors import read_json
 from jaxrl_llm.models.model import Model, base_and_adapter, check_ids
-from jaxrl_llm.training.evaluation.run import NamedSet, named_sets
 from jaxrl_llm.training.packing.documents import packed_rows
 from jaxrl_llm.training.setup.agreed import check_same_rows, check_same_streams
-from jaxrl_llm.training.setup.evaluation import eval_spec, open_eval
-from jaxrl_llm.training.setup.specs import algorithm_of, data_spec
+from jaxrl_llm.training.setup.evaluation import NamedSet, eval_sets, open_eval
+from jaxrl_llm.training.setup.given import NO_OBJECTS, Given
+from jaxrl_llm.training.setup.specs import data_spec
 
 
 class RunData(NamedTuple):
@@ -34,22 +34,22 @@ class RunData(NamedTuple):
     notes: list[str]  # lines on what is used of the data
 
 
-def read_data(config, train_dataset: Any, eval_dataset: Any, tokenizer: Any, model: Model | None) -> RunData:
-    """The rows of a run, and what follows from their number; `model` is one in memory.
+def read_data(config, given: Given = NO_OBJECTS) -> RunData:
+    """The rows of a run, and what follows from their number; objects that are `given` take the place of names.
 
     Raises ConfigError for data that cannot be read, and for settings that need an evaluation where there is none.
     """
-    tokenizer, spec, algorithm = tokenizer_of(config, tokenizer, model), data_spec(config), algorithm_of(config)
-    check_vocabulary(config, tokenizer, model)
+    train_dataset, eval_dataset = given.train_dataset, given.eval_dataset
+    tokenizer, spec = tokenizer_of(config, given.tokenizer, given.model), data_spec(config)
+    check_vocabulary(config, tokenizer, given.model)
     seen: set[bytes] = set()
     sources, tokens = opening.open_sources(spec, tokenizer, train_dataset, seen=seen), None
     notes: list[str] = []
     if spec.streaming:
         check_same_streams(sources)
     else:
-        kind = "prompts" if algorithm.online else algorithm.data
-        tokens = loading.tokenized(spec, sources, kind, tokenizer)
-        check_same_rows("rows of the data", kind, tokens.rows)
+        tokens = loading.tokenized(spec, sources, spec.kind, tokenizer)
+        check_same_rows("rows of the data", spec.kind, tokens.rows)
         config, notes = with_total_steps(config, tokens)
     if config.eval.fraction and eval_dataset is not None:
         raise ConfigError(
@@ -113,7 +113,7 @@ def open_held_out(
     `sources` are trained on, of rows with the digests `seen`; `dataset` is given in the place of names.
     """
     held_out, notes = [], []
-    for named in named_sets(eval_spec(config), dataset):
+    for named in eval_sets(config, dataset):
         # Rows that are held out were among those that were seen.
         own = open_eval(config, tokenizer, named, trained_on=() if config.eval.fraction else seen)
         counts = [len(source.rows) for source in own if not is_stream(source.rows)]

@@ -1,8 +1,8 @@
 """From the configuration to its evaluations: the sets, their rows, and the loss or the samples that measure them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
@@ -11,6 +11,7 @@ from jaxrl_llm.config.resolve import resolve
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data import Row, loading, opening
 from jaxrl_llm.data.opening import DataSource
+from jaxrl_llm.data.splits import is_splits
 from jaxrl_llm.environments.agents import Agents
 from jaxrl_llm.environments.factory import Environments
 from jaxrl_llm.models.model import Model, check_positions
@@ -18,7 +19,7 @@ from jaxrl_llm.rewards.runner import Rewards
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.evaluation.metrics import EvalMetrics
-from jaxrl_llm.training.evaluation.run import Compute, EvalSpec, Evaluate, Evaluation, Evaluations, NamedSet, named_sets
+from jaxrl_llm.training.evaluation.run import Compute, Evaluate, Evaluation, Evaluations
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.offline import HeldOut, OfflineSource
@@ -27,25 +28,32 @@ from jaxrl_llm.training.reference import start_reference
 from jaxrl_llm.training.rollouts.worker import RolloutWorker
 from jaxrl_llm.training.setup import specs
 from jaxrl_llm.training.setup.agreed import check_same_rows
-from jaxrl_llm.training.setup.worker import build_worker
+from jaxrl_llm.training.setup.objectives import needs_reference
+from jaxrl_llm.training.setup.worker import Setup, build_worker
 from jaxrl_llm.training.update import make_measure
 
 
-def eval_spec(config) -> EvalSpec:
-    """The sets of the configuration, and how they are sampled."""
+class NamedSet(NamedTuple):
+    """One set: its name in metrics (empty for the only one), its rows or their sources, and its numbers."""
+
+    name: str
+    rows: Any  # in memory, in place of sources
+    sources: list[dict[str, Any]] | None  # None: data.eval_path, or the sources that are trained on
+    prompts: int  # the first rows that are evaluated on
+    samples: int  # completions of each prompt
+
+
+def eval_sets(config, dataset: Any = None) -> list[NamedSet]:
+    """The sets to evaluate on: `dataset` (rows, or a dictionary of rows by set), else those of eval.sets, or the one of
+    data.eval_path."""
     c, sets = config.eval, dict[str, NamedSet]()
-    for entry in c.sets:  # entries of one name are sources of one set
+    if isinstance(dataset, Mapping) and not is_splits(dataset):
+        return [NamedSet(str(name), rows, None, c.prompts, c.samples) for name, rows in dataset.items()]
+    for entry in c.sets if dataset is None else ():  # entries of one name are sources of one set
         name, numbers, source = eval_set(entry)
         known = sets.get(name, NamedSet(name, None, [], c.prompts, c.samples))
         sets[name] = known._replace(sources=[*(known.sources or []), source], **numbers)
-    return EvalSpec(
-        sets=tuple(sets.values()) or (NamedSet("", None, None, c.prompts, c.samples),),
-        prompts=c.prompts,
-        samples=c.samples,
-        greedy=c.greedy,
-        sampling=specs.eval_sampling(config),
-        completions_at_once=config.batch.prompts * config.rollout.group_size,
-    )
+    return [*sets.values()] or [NamedSet("", dataset, None, c.prompts, c.samples)]
 
 
 def eval_metrics(config) -> EvalMetrics:
@@ -62,7 +70,7 @@ def eval_data(config, tokenizer: Any, rows: Any = None) -> list[tuple[NamedSet, 
         opening.open_sources(spec, tokenizer, seen=trained_on)
     return [
         (named, loading.first_rows(open_eval(config, tokenizer, named, trained_on), named.prompts))
-        for named in named_sets(eval_spec(config), rows)
+        for named in eval_sets(config, rows)
     ]
 
 
@@ -94,18 +102,14 @@ def eval_measure(config, sources: list[DataSource]) -> str:
 
 
 def build_evaluate(
-    config,
-    model: Model,
-    grader: Rewards,
+    setup: Setup,
     objective: Objective,
     source: OnlineSource | OfflineSource,
     held_out: list[tuple[NamedSet, list[DataSource]]],
-    mesh: Mesh,
-    environments: Environments | Agents | None,
-    watch: Stopwatch,
     compute: Compute | None = None,
 ) -> Evaluations:
     """The evaluation during training: each set by the loss on its rows, by samples for its prompts, or both."""
+    config, mesh, model = setup.config, setup.mesh, setup.model
     by_loss: list[tuple[str, list[DataSource]]] = []
     by_samples: list[tuple[NamedSet, list[DataSource]]] = []
     for named, sources in held_out:
@@ -128,14 +132,13 @@ def build_evaluate(
         check_same_rows("rows to evaluate on", data.kind, [row for rows in sets for row in rows])
         examples = [offline.as_examples(rows) for rows in sets]
         # One width for all sets, so that they share a compiled program.
-        algorithm = specs.algorithm_of(config)
-        longest = max(offline.longest(rows, algorithm.mismatched) for rows in examples)
+        longest = max(offline.longest(rows, specs.mismatches(config)) for rows in examples)
         longest = min(longest, config.data.max_length)
         check_positions(model, longest, "the longest row to evaluate on, up to data.max_length")
         # Rows are padded here, where training may pack them: the longest may be far longer than most.
         most = source.pack.passing_tokens or source.batch.forward_rows * source.spec.width
         spec, reference = specs.offline_spec(config, specs.padded_width(longest, config.data.max_length)), None
-        if algorithm.needs_reference and not config.algorithm.ref_sync_steps:  # a moving one is read at each evaluation
+        if needs_reference(config) and not config.algorithm.ref_sync_steps:  # a moving one is read at each evaluation
             reference = start_reference(specs.reference_spec(config), model.params, kept=False)
         for (name, _), rows in zip(by_loss, examples, strict=True):
             batch, size = offline.held_out_batch(spec, source.batch, rows, model.net, mesh, most)
@@ -146,7 +149,7 @@ def build_evaluate(
                 batch, _ = source.with_teacher(batch, filled, size)
             evaluations.append(HeldOut(make_measure(objective, size, mesh), batch, size, source, name))
     if by_samples:
-        evaluations += _sampled_evaluations(config, model, grader, by_samples, mesh, environments, watch, compute)
+        evaluations += _sampled_evaluations(setup, by_samples, compute)
     return Evaluations(tuple(evaluations))
 
 
@@ -168,40 +171,36 @@ def build_evaluations(
 ) -> tuple[Evaluation, ...]:
     """The evaluation by samples of every set, outside of training."""
     sets = eval_data(config, model.tokenizer, eval_dataset)
-    return tuple(_sampled_evaluations(config, model, grader, sets, mesh, environments, None))
+    setup = Setup(config, mesh, model, grader, environments, Stopwatch())
+    return tuple(_sampled_evaluations(setup, sets))
 
 
 def _sampled_evaluations(
-    config,
-    model: Model,
-    grader: Rewards,
-    sets: list[tuple[NamedSet, list[DataSource]]],
-    mesh: Mesh,
-    environments: Environments | Agents | None,
-    watch: Stopwatch | None,
-    compute: Compute | None = None,
+    setup: Setup, sets: list[tuple[NamedSet, list[DataSource]]], compute: Compute | None = None
 ) -> list[Evaluation]:
-    """The evaluation of each set by samples; `watch` sees its phases as signs of life."""
-    spec, metrics = eval_spec(config), eval_metrics(config)
+    """The evaluation of each set by samples; the setup's stopwatch sees its phases as signs of life."""
+    config, c, tokenizer = setup.config, setup.config.eval, setup.model.tokenizer
+    metrics, sampling = eval_metrics(config), specs.eval_sampling(config)
     if not all(sources for _, sources in sets):
         raise ConfigError(
             f"there is nothing to evaluate on: {config.data.path} has no split 'test'; name a split with "
             "data.eval_split, or other data with data.eval_path"
         )
     data = specs.data_spec(config)
-    rows = [loading.tokenized(data, loading.as_prompts(own), "prompts", model.tokenizer).rows for _, own in sets]
+    rows = [loading.tokenized(data, loading.as_prompts(own), "prompts", tokenizer).rows for _, own in sets]
     every: list[Row] = [row for examples in rows for row in examples]
     check_same_rows("prompts to evaluate on", "prompts", every)
 
-    at_once = {count: max(spec.completions_at_once // count, 1) for count in {named.samples for named, _ in sets}}
+    completions = config.batch.prompts * config.rollout.group_size
+    at_once = {count: max(completions // count, 1) for count in {named.samples for named, _ in sets}}
 
     def sampler(sampling: SamplingParams, group_size: int, prompts: int) -> RolloutWorker:
-        stopwatch, prompts = Stopwatch(within=watch), min(prompts, len(every))
-        return build_worker(config, model, grader, mesh, sampling, group_size, every, stopwatch, environments, prompts)
+        own = setup._replace(stopwatch=Stopwatch(within=setup.stopwatch))
+        return build_worker(own, sampling, group_size, every, min(prompts, len(every)))
 
-    greedy = sampler(spec.sampling.greedy, 1, max(at_once.values())) if spec.greedy else None
+    greedy = sampler(sampling.greedy, 1, max(at_once.values())) if c.greedy else None
     # Sets with as many samples share a sampler, and its compiled program.
-    sampled = {count: sampler(spec.sampling, count, prompts) for count, prompts in at_once.items()}
+    sampled = {count: sampler(sampling, count, prompts) for count, prompts in at_once.items()}
     return [
         Evaluation(
             sampled[named.samples],

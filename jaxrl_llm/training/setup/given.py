@@ -78,6 +78,9 @@ class Given(NamedTuple):
     compute_metrics: Callable[..., Mapping[str, float]] | None = None
 
 
+NO_OBJECTS = Given()
+
+
 def take(
     config, others: Mapping[str, Any], peft_config: Any = None, optimizers: Any = None, **objects: Any
 ) -> tuple[ConfigDict, Given]:

@@ -3,11 +3,10 @@
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import ConfigError, batch_rows
-from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.config import ConfigError, batch_rows, rows_together
+from jaxrl_llm.config.schema import OFFLINE, ONLINE_PREFERENCE
 from jaxrl_llm.distributed.own_part import OwnPart
 from jaxrl_llm.distributed.sharding import make_mesh, rollout_mesh, row_shards
-from jaxrl_llm.training.algorithm import Algorithm
 from jaxrl_llm.training.setup import specs
 
 
@@ -50,20 +49,21 @@ def shard_rows(config, mesh: Mesh) -> int:
     return batch_rows(config) // config.batch.minibatches // row_shards(mesh)
 
 
-def rows_of_shards(algorithm: Algorithm, mesh: Mesh) -> int:
-    """The fewest rows that every row shard of the mesh has a part of: one each, or the rows of a pair."""
-    return row_shards(mesh) * algorithm.together
+def rows_of_shards(config, mesh: Mesh) -> int:
+    """The fewest rows that every row shard of the mesh has a part of: one each or, of given data and of pairs, those
+    that no micro-batch splits."""
+    name = config.algorithm.name
+    return row_shards(mesh) * (rows_together(config) if name in OFFLINE else 2 if name == ONLINE_PREFERENCE else 1)
 
 
 def check_rows(config, rows: int, mesh: Mesh) -> None:
     """Raises ConfigError unless every micro-batch divides into the mesh's row shards."""
-    algorithm = specs.algorithm_of(config)
     if config.algorithm.aggregation == "microbatch_token" and row_shards(mesh) > 1:
         raise ConfigError(
             "algorithm.aggregation = 'microbatch_token' is of adjacent rows, but a micro-batch takes rows of each of "
             f"the {row_shards(mesh)} shards of the mesh; use token, or mesh.data = mesh.fsdp = 1"
         )
-    batch, multiple = specs.batch_spec(config), rows_of_shards(algorithm, mesh)
+    batch, multiple = specs.batch_spec(config), rows_of_shards(config, mesh)
     for name, size in (("microbatch_rows", batch.microbatch_rows or rows // batch.minibatches),
                        ("logps_microbatch_rows", batch.logps_microbatch_rows)):  # fmt: skip
         if size % multiple:

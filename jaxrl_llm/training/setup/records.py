@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -11,7 +12,6 @@ from jaxrl_llm.config.schema import KEYS, OFFLINE
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.config.tree import spec_of
 from jaxrl_llm.distributed.devices import peak_flops
-from jaxrl_llm.training.checkpoint.manager import CheckpointSpec
 from jaxrl_llm.training.checkpoint.object_store import path_of
 from jaxrl_llm.training.checkpoint.orbax_manager import Keep
 from jaxrl_llm.training.logging.health import HealthSpec
@@ -108,8 +108,13 @@ def peak_of(config, mesh: Mesh) -> float:
     return mesh.size * (peak_flops(mesh.devices.flat[0]) if tflops is None else tflops * 1e12)
 
 
-def checkpoint_spec(config, run: str | Path | None = None) -> CheckpointSpec:
-    """The checkpoints of a run: in `checkpoint.folder`, or in `checkpoints` of `run`, by default its output_dir."""
+def checkpoint_folder(config, run: str | Path | None = None) -> Any:
+    """The folder of a run's checkpoints, local or in a store: `checkpoint.folder`, or else `checkpoints` of `run`, by
+    default its output_dir."""
+    return path_of(config.checkpoint.folder or Path(run or config.output_dir) / "checkpoints")
+
+
+def keep_of(config) -> Keep:
+    """The checkpoints of a run that are kept."""
     c = config.checkpoint
-    folder = path_of(c.folder or Path(run or config.output_dir) / "checkpoints")
-    return CheckpointSpec(folder, Keep(c.keep, c.keep_every, c.keep_hours, c.best, c.best_mode))
+    return Keep(c.keep, c.keep_every, c.keep_hours, c.best, c.best_mode)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows, with_correction
 from jaxrl_llm.config.checks.contradictions import check_own_functions
+from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed.sharding import has_host_memory, on_host, row_shards
 from jaxrl_llm.environments.agents import Agents
@@ -25,12 +26,12 @@ from jaxrl_llm.models.net import Params
 from jaxrl_llm.models.vision.row_images import count_tiles
 from jaxrl_llm.rewards.functions import environment as environment_reward
 from jaxrl_llm.rewards.runner import Rewards
-from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.average import Average
 from jaxrl_llm.training.checkpoint.data_files import checksums
 from jaxrl_llm.training.evaluation.run import Evaluations
 from jaxrl_llm.training.images import check_kept
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
+from jaxrl_llm.training.microbatch import BatchSpec
 from jaxrl_llm.training.mixed import MixedSource
 from jaxrl_llm.training.moments import schedules_further, schedules_scaled
 from jaxrl_llm.training.objectives.objective import Objective
@@ -49,15 +50,15 @@ from jaxrl_llm.training.packing.planner import Packer, TypicalRows, make_packer
 from jaxrl_llm.training.setup import specs
 from jaxrl_llm.training.setup.data import RunData, read_data
 from jaxrl_llm.training.setup.evaluation import build_evaluate
-from jaxrl_llm.training.setup.given import Given
+from jaxrl_llm.training.setup.given import NO_OBJECTS, Given
 from jaxrl_llm.training.setup.learning_rate import with_learning_rate
 from jaxrl_llm.training.setup.memory import fitting_rows, microbatch_room
 from jaxrl_llm.training.setup.mesh import check_rows, rows_of_shards
 from jaxrl_llm.training.setup.models import build_critic, build_model, check_prompts, check_trainable
-from jaxrl_llm.training.setup.objectives import critic_spec, objective_of
+from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, objective_of
 from jaxrl_llm.training.setup.sources import build_rewards, mixed_source, offline_source, online_source
 from jaxrl_llm.training.setup.warnings import warnings_of
-from jaxrl_llm.training.setup.worker import environment_spec
+from jaxrl_llm.training.setup.worker import Setup, environment_spec
 from jaxrl_llm.training.update import (
     Frozen,
     State,
@@ -80,12 +81,12 @@ class CriticAlone(NamedTuple):
     minibatches: int
     passes: int  # over a batch, before the policy's: those that it makes besides them or, `apart`, all
     apart: bool  # the policy's updates leave the critic as it is
+    warmup_steps: int  # training steps in which it alone is trained
 
 
 class Run(NamedTuple):
     """Everything that `train` drives."""
 
-    algorithm: Algorithm
     batch: BatchSpec
     model: Model
     critic: Model | None
@@ -94,7 +95,6 @@ class Run(NamedTuple):
     frozen: Frozen
     update: Update
     critic_alone: CriticAlone | None
-    warmup_steps: int  # training steps in which only the critic is trained
     evaluation: Evaluations | None
     state: State
     average: Average | None  # of the policy
@@ -117,55 +117,48 @@ class Run(NamedTuple):
                 stack.callback(self.environments.close)
 
 
-def build(config, mesh: Mesh, *objects: Any, **named: Any) -> Run:
-    """The run of a configuration, on `mesh` (which must be set), with objects in place of names: the fields of `Given`.
+def build(config, mesh: Mesh, given: Given = NO_OBJECTS) -> Run:
+    """The run of a configuration, on `mesh` (which must be set), with objects that are `given` in place of names.
 
     Data is read before weights. Raises ConfigError for anything the user can fix.
     """
-    given, config = Given(*objects, **named), with_correction(config)
+    config = with_correction(config)
     check_own_functions(config)
+    needs_reference(config)  # which its loss says: one that cannot be is refused before anything is read
     check_rows(config, batch_rows(config), mesh)
     spec = environment_spec(config, given.environment, given.tools)  # refused before anything is read
     if config.optimizer.name not in OPTIMIZERS:
         own_function(config.optimizer.name)
-    rows = read_data(config, given.train_dataset, given.eval_dataset, given.tokenizer, given.model)
-    config, algorithm = rows.config, specs.algorithm_of(rows.config)
-    if algorithm.online and rows.tokens is not None and any(count_tiles([x.get(PIXELS) for x in rows.tokens.rows])):
+    data = read_data(config, given)
+    config, tokens, name = data.config, data.tokens, config.algorithm.name
+    if name not in OFFLINE and tokens is not None and any(count_tiles([x.get(PIXELS) for x in tokens.rows])):
         check_kept(config.algorithm.replay_groups > 0, config.teacher.path is not None)
     with contextlib.ExitStack() as stack:  # what is open is closed where the rest is refused
         environments = load_environments(spec)
         if environments is not None:
             stack.callback(environments.close)
-        model = build_model(config, mesh, None, rows.tokenizer, given.model)
-        graders = build_rewards(config, given.rewards)
-        stack.callback(graders.close)
+        model = build_model(config, mesh, None, data.tokenizer, given.model)
+        rewards = build_rewards(config, given.rewards)
+        stack.callback(rewards.close)
         if model.net.config.sees_prompts:
             check_prompts(config, environments is not None)
-        if environment_reward in graders.functions and environments is None and config.environment.rollout_func is None:
+        if environment_reward in rewards.functions and environments is None and config.environment.rollout_func is None:
             raise ConfigError("rewards.functions names environment, but there is none: set environment.name or agent")
         if given.model is None:
             check_trainable(config, model)
-        critic = build_critic(config, model, mesh, given.model) if algorithm.has_critic else None
-        run = assembled(config, mesh, rows, model, critic, graders, environments, given)
+        critic = build_critic(config, model, mesh, given.model) if name == "ppo" else None
+        model_type = (model.hf_config or {}).get("model_type", "model without config.json")
+        config, notes = with_learning_rate(config, model_type, model.net.config.width, has_adapters(model.params))
+        model, critic = offloaded(config, model, critic)
+        data = data._replace(notes=[*data.notes, *notes])
+        run = assembled(Setup(config, mesh, model, rewards, environments, Stopwatch()), critic, data, given)
         stack.pop_all()
     return run
 
 
-def assembled(
-    config,
-    mesh: Mesh,
-    rows: RunData,
-    model: Model,
-    critic: Model | None,
-    graders: Rewards,
-    environments: Environments | Agents | None,
-    given: Given,
-) -> Run:
+def assembled(setup: Setup, critic: Model | None, data: RunData, given: Given) -> Run:
     """The run of what `build` has read and opened: its batches, updates and evaluation."""
-    algorithm, data, stopwatch = specs.algorithm_of(config), rows.sources, Stopwatch()
-    model_type = (model.hf_config or {}).get("model_type", "model without config.json")
-    config, notes = with_learning_rate(config, model_type, model.net.config.width, has_adapters(model.params))
-    model, critic = offloaded(config, model, critic)
+    config, mesh, model, rewards, environments, stopwatch = setup
     average = None
     if (settings := specs.average_spec(config)) is not None:
         average = Average(settings, model.net.config.lora, model.net.config.frozen)
@@ -183,27 +176,23 @@ def assembled(
         rows = sized_updates(config, net, room, width, mesh).microbatch_rows
         return replace(specs.batch_spec(config), microbatch_rows=rows)
 
-    if algorithm.online:
-        source = online_source(
-            config, model, critic, data, rows.tokens, graders, mesh, stopwatch, environments, batch_of, packer, followed
-        )
-        pack, batch = source.learner.pack, source.learner.batch
+    advantages = None
+    if config.algorithm.name not in OFFLINE:
+        source = online_source(setup, critic, data.sources, data.tokens, batch_of, packer, followed)
+        pack, batch, advantages = source.learner.pack, source.learner.batch, source.learner.advantages
     else:
-        source = offline_source(
-            config, algorithm, model, data, rows.tokens, mesh, stopwatch, batch_of, packer, followed
-        )
+        source = offline_source(setup, data.sources, data.tokens, batch_of, packer, followed)
         pack, batch = source.pack, source.batch
     evaluation, compute = None, given.compute_metrics
-    if rows.held_out:
-        evaluation = build_evaluate(
-            config, model, graders, objective, source, rows.held_out, mesh, environments, stopwatch, compute
-        )
+    if data.held_out:
+        evaluation = build_evaluate(setup, objective, source, data.held_out, compute)
     elif compute is not None:
         raise ConfigError(
             "compute_metrics is given, but nothing is evaluated: give eval_dataset, or set eval.fraction or eval.every"
         )
-    frozen, trainable = split(model.params, model.net.config.frozen)
-    if model.net.config.frozen_leaves:
+    frozen, trainable = split(model.params, net.frozen)
+    notes = data.notes
+    if net.frozen_leaves:
         count, of_all = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (trainable, model.params))
         notes = [*notes, f"trained: {count:,} of {of_all:,} numbers of the model (model.trainable, model.frozen)"]
     frozen_critic, of_critic = {}, None if critic is None else critic.params
@@ -213,16 +202,14 @@ def assembled(
     update, alone = build_updates(config, objective, optimizer, critic, critic_optimizer, updates, mesh)
     begin = partial(begin_state, config, mesh, optimizer, critic_optimizer)
     return Run(
-        algorithm=algorithm,
         batch=batch,
         model=model if has_adapters(model.params) else replace(model, changed=True),
         critic=critic,
         mesh=mesh,
-        source=mixed_source(config, source, model, given.train_dataset) if isinstance(source, OnlineSource) else source,
+        source=mixed_source(setup, source, given.train_dataset) if isinstance(source, OnlineSource) else source,
         frozen=Frozen(frozen, frozen_critic),
         update=update,
         critic_alone=alone,
-        warmup_steps=config.critic.warmup_steps,
         evaluation=evaluation,
         state=begin(trainable, of_critic, 0),
         average=average,
@@ -230,15 +217,13 @@ def assembled(
         updates_per_step={"policy": specs.optimizer_spec(config).updates_per_step}
         | ({} if critic_optimizer is None else {"critic": specs.critic_optimizer_spec(config).updates_per_step}),
         stopwatch=stopwatch,
-        rewards=graders,
+        rewards=rewards,
         environments=environments,
         pack=pack,
         config=config,
-        data_files=checksums(data) if jax.process_index() == 0 else {},
-        notes=[*rows.notes, *notes],
-        warnings=warnings_of(
-            config, model, source.learner.advantages if isinstance(source, OnlineSource) else None, environments
-        ),
+        data_files=checksums(data.sources) if jax.process_index() == 0 else {},
+        notes=notes,
+        warnings=warnings_of(config, model, advantages, environments),
     )
 
 
@@ -352,7 +337,7 @@ def critic_alone(config, update_critic: Update | None) -> CriticAlone | None:
     if update_critic is None or not (apart or more or c.warmup_steps):
         return None
     minibatches = c.minibatches or config.batch.minibatches
-    return CriticAlone(make_critic_update(update_critic), minibatches, passes if apart else more, apart)
+    return CriticAlone(make_critic_update(update_critic), minibatches, passes if apart else more, apart, c.warmup_steps)
 
 
 def make_optimizer(config) -> optax.GradientTransformation:
@@ -366,7 +351,7 @@ def sized_updates(config, net: ModelConfig, room: float | None, width: int, mesh
     if updates.microbatch_rows:
         return updates
     minibatch = batch_rows(config) // config.batch.minibatches
-    multiple = rows_of_shards(specs.algorithm_of(config), mesh)
+    multiple = rows_of_shards(config, mesh)
     room = room and room * mesh.shape["context"]  # devices that have a part of each row
     return replace(updates, microbatch_rows=fitting_rows(room, net, minibatch, width, multiple, row_shards(mesh)))
 
@@ -378,10 +363,10 @@ def sized_critic_updates(config, updates: UpdateSpec) -> UpdateSpec:
     return replace(own, microbatch_rows=own.microbatch_rows or math.gcd(updates.microbatch_rows, rows))
 
 
-def finished_models(config, run: Run, state: State) -> tuple[Model, Model | None]:
+def finished_models(run: Run, state: State) -> tuple[Model, Model | None]:
     """The model and the critic (None without one) with the parameters of `state`, to be exported."""
     state = merge_frozen(state, run.frozen)
     model, critic = replace(run.model, params=state.params), None
     if run.critic is not None and state.critic is not None:
-        critic = replace(run.critic, params=critic_params(critic_spec(config), state))
+        critic = replace(run.critic, params=critic_params(critic_spec(run.config), state))
     return model, critic

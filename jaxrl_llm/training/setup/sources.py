@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
-from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError, batch_rows, with_correction
 from jaxrl_llm.data import loading, opening
@@ -27,14 +26,13 @@ from jaxrl_llm.environments.factory import Environments, load_environments
 from jaxrl_llm.models.model import Model, check_positions
 from jaxrl_llm.rewards.runner import Rewards, load_rewards
 from jaxrl_llm.rollout.constraints import token_bytes
-from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training import offline
 from jaxrl_llm.training.advantages import AdvantageStep, advantage_step
-from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.average import Average
 from jaxrl_llm.training.learner import Critic, Learner
 from jaxrl_llm.training.local_judge import with_local_model
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
+from jaxrl_llm.training.microbatch import BatchSpec
 from jaxrl_llm.training.mixed import MixedSource
 from jaxrl_llm.training.objectives.value import critic_params
 from jaxrl_llm.training.offline import OfflineSource
@@ -45,11 +43,11 @@ from jaxrl_llm.training.reference import Reference, start_reference
 from jaxrl_llm.training.reference_scores import FirstStage
 from jaxrl_llm.training.reward_models import ProcessRewardModel, with_reward_models
 from jaxrl_llm.training.rollouts.arrivals import RECORD, Arrivals
+from jaxrl_llm.training.rollouts.file_queue import FileQueue
 from jaxrl_llm.training.rollouts.partial_rollouts import PartialRollouts
 from jaxrl_llm.training.rollouts.replay import empty_replay
-from jaxrl_llm.training.rollouts.rollout_files import FOLDER, FileQueue, Rendezvous
+from jaxrl_llm.training.rollouts.rollout_files import FOLDER, Rendezvous
 from jaxrl_llm.training.rollouts.rollout_queue import RolloutQueue
-from jaxrl_llm.training.rollouts.worker import RolloutWorker
 from jaxrl_llm.training.setup import specs
 from jaxrl_llm.training.setup.data import read_data
 from jaxrl_llm.training.setup.mesh import samples_apart, sampling_devices, sampling_part, shard_rows
@@ -57,11 +55,11 @@ from jaxrl_llm.training.setup.models import build_model
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, preference_spec
 from jaxrl_llm.training.setup.teachers import build_teacher, cross_tokenizer, online_teacher
 from jaxrl_llm.training.setup.worker import (
+    Setup,
     build_worker,
     check_correction,
     environment_spec,
     played_environments,
-    reads_prompts_as_they_are,
 )
 from jaxrl_llm.training.step_credit import MOST_STEPS, StepCredit
 from jaxrl_llm.training.teachers.cross_tokenizer import CrossTokenizer
@@ -86,15 +84,10 @@ def build_rewards(config, rewards=None) -> Rewards:
 
 
 def online_source(
-    config,
-    model: Model,
+    setup: Setup,
     critic: Model | None,
     data: list[DataSource],
     tokens: Tokenized | None,
-    rewards: Rewards,
-    mesh: Mesh,
-    stopwatch: Stopwatch,
-    environments: Environments | Agents | None,
     batch_of: Callable[[int], BatchSpec],
     packer: Callable[[TypicalRows | None], Packer],
     average: Average | None,
@@ -103,13 +96,14 @@ def online_source(
 
     `batch_of` gives the rows of a step, and of passes, by their width.
     """
-    advantages = _advantages(config, rewards, environments)
-    _check_online(config, advantages, environments, mesh)
+    config, mesh, model, rewards, environments, stopwatch = setup
+    advantages = _advantages(setup)
+    _check_online(setup, advantages)
     spec, rollout = specs.learner_spec(config), config.rollout
     watch = Stopwatch(within=stopwatch) if rollout.staleness and not rollout.processes else stopwatch
     own = sampling_part(config, mesh, model.net.config.kv_heads)
-    group = RowGroup.of(mesh)
-    producer = _producer(config, model, data, tokens, rewards, own.mesh, group, watch, environments)
+    of_producer = setup._replace(mesh=own.mesh, stopwatch=watch)
+    producer = _producer(of_producer, data, tokens, advantages, RowGroup.of(mesh))
     worker = producer.worker
     reference = replay = None
     played = played_environments(environments)
@@ -118,7 +112,7 @@ def online_source(
         reference = Reference(start_reference(settings, model.params, lora), settings, lora, average)
     width, longest = worker.prompt_width, rollout.max_completion_length
     if critic is not None:
-        known = tokens if reads_prompts_as_they_are(config, environments) else None
+        known = tokens if setup.reads_prompts_as_they_are else None
         prompts = rollout.max_prompt_length if known is None else max(len(row["prompt_ids"]) for row in known.rows)
         cause = f"{prompts} of prompts, and rollout.max_completion_length = {longest}, which the critic reads"
         check_positions(critic, prompts + longest, cause)
@@ -132,8 +126,6 @@ def online_source(
         replay = empty_replay(config.algorithm.replay_groups, rollout.group_size, width + longest, width, mesh, per_row)
     sample_of = partial(typical_rollouts, shard_rows(config, mesh), rollout.group_size)
     teacher, context, others = online_teacher(config, model, mesh, width, sample_of)
-    of_learner = mesh, Stopwatch(within=stopwatch), environments, advantages, reference
-    stage = _first_stage(config, model, producer.pipeline, rewards, *of_learner)
     return OnlineSource(
         producer,
         Learner(
@@ -154,14 +146,14 @@ def online_source(
             context=context,
             other_teachers=others,
         ),
-        _queue(config, producer, own, mesh, stopwatch),
-        first_stage=stage,
+        _queue(setup, producer, own),
+        first_stage=_first_stage(setup, producer.pipeline, advantages, reference),
     )
 
 
-def _queue(config, producer: Producer, own: OwnPart, mesh: Mesh, stopwatch: Stopwatch) -> RolloutQueue | FileQueue:
-    """The queue between the producer, on its `own` part, and the learner, which is on `mesh`."""
-    rollout, worker = config.rollout, producer.worker
+def _queue(setup: Setup, producer: Producer, own: OwnPart) -> RolloutQueue | FileQueue:
+    """The queue between the producer, on its `own` part of the devices, and the learner, on the mesh of the run."""
+    config, mesh, worker, rollout = setup.config, setup.mesh, producer.worker, setup.config.rollout
     if rollout.processes:
         return FileQueue(
             rendezvous_of(config),
@@ -172,9 +164,10 @@ def _queue(config, producer: Producer, own: OwnPart, mesh: Mesh, stopwatch: Stop
             pipeline=cast(Pipeline, producer.pipeline),  # see config/checks/
             facts=processes.agreed_facts(config),
             mesh=mesh,
-            watch=stopwatch,
+            watch=setup.stopwatch,
         )
     return RolloutQueue(
+        producer.produce,
         rollout.staleness,
         config.total_steps,
         # Made where it is called: under the mesh that is set here, the key would be on the devices of all processes.
@@ -182,7 +175,7 @@ def _queue(config, producer: Producer, own: OwnPart, mesh: Mesh, stopwatch: Stop
         publish=worker.copy_policy,
         mesh=worker.mesh,
         train_mesh=mesh,
-        watch=stopwatch,
+        watch=setup.stopwatch,
         own_watch=worker.stopwatch,
         arrivals=worker.arrivals if producer.partial is None else producer.partial.arrivals,
         own_params=own.params if samples_apart(config) else None,
@@ -190,19 +183,12 @@ def _queue(config, producer: Producer, own: OwnPart, mesh: Mesh, stopwatch: Stop
 
 
 def _first_stage(
-    config,
-    model: Model,
-    prompts: Any,
-    rewards: Rewards,
-    mesh: Mesh,
-    watch: Stopwatch,
-    environments: Environments | Agents | None,
-    advantages: AdvantageStep,
-    reference: Reference | None,
+    setup: Setup, prompts: PromptStream, advantages: AdvantageStep, reference: Reference | None
 ) -> FirstStage | None:
     """What samples the reference's scores of the prompts before the first step; None where nothing asks for them, or
     the rows have them."""
-    samples, folder = config.algorithm.reference_samples, Path(config.output_dir)
+    config, folder = setup.config, Path(setup.config.output_dir)
+    samples = config.algorithm.reference_samples
     if not isinstance(prompts, ScoredPrompts):
         return None
     if prompts.known and samples:
@@ -217,27 +203,31 @@ def _first_stage(
             f"algorithm.reference_samples is 0, but rows have no column {SCORES}, of the reference's completions of "
             "each prompt: set it to the completions that the run samples before its first step, 8, or give the column"
         )
-    sampling = specs.training_sampling(config)
     at_once, examples = max(batch_rows(config) // samples, 1), list(prompts.examples)
     worker = build_worker(
-        config, model, rewards, mesh, sampling, samples, examples, watch, environments, min(at_once, len(examples))
+        setup._replace(stopwatch=Stopwatch(within=setup.stopwatch)),
+        specs.training_sampling(config),
+        samples,
+        examples,
+        min(at_once, len(examples)),
     )
     return FirstStage(worker, prompts, advantages, reference, at_once, config.seed, folder)
 
 
-def _advantages(config, rewards: Rewards, environments: Environments | Agents | None) -> AdvantageStep:
+def _advantages(setup: Setup) -> AdvantageStep:
     """The advantages of an online algorithm; without episodes turns may be the steps that a reward function gives.
 
     Raises ConfigError where a rule reads steps, and several functions that count have some.
     """
-    step = advantage_step(specs.advantage_spec(config), rewards.names)
+    rewards = setup.rewards
+    step = advantage_step(specs.advantage_spec(setup.config), rewards.names)
     declared = [function.func if isinstance(function, partial) else function for function in rewards.functions]
     of_steps = [
         name
         for name, function, weight in zip(rewards.names, declared, rewards.weights, strict=True)
         if weight and getattr(function, "gives_steps", False)
     ]
-    if environments is not None or not of_steps:
+    if setup.environments is not None or not of_steps:
         return step
     if (rule := step.asking("turns")) and len(of_steps) > 1:
         raise ConfigError(
@@ -247,9 +237,9 @@ def _advantages(config, rewards: Rewards, environments: Environments | Agents | 
     return replace(step, of_turns=of_steps[0])
 
 
-def _check_online(config, advantages: AdvantageStep, environments: Environments | Agents | None, mesh: Mesh) -> None:
+def _check_online(setup: Setup, advantages: AdvantageStep) -> None:
     """Raises ConfigError for an online run whose rows, processes or devices are not what its settings ask of them."""
-    rollout = config.rollout
+    config, mesh, environments, rollout = setup.config, setup.mesh, setup.environments, setup.config.rollout
     if (rule := advantages.asking("turns")) and environments is None and advantages.of_turns == "environment":
         raise ConfigError(
             f"{rule.setting} is {rule.name!r}, which gives credit to turns or steps, but rows have one turn: set "
@@ -301,29 +291,17 @@ def _check_online(config, advantages: AdvantageStep, environments: Environments 
 
 
 def _producer(
-    config,
-    model: Model,
-    data: list[DataSource],
-    tokens: Tokenized | None,
-    rewards: Rewards,
-    own_mesh: Mesh,
-    group: RowGroup,
-    watch: Stopwatch,
-    environments: Environments | Agents | None,
+    setup: Setup, data: list[DataSource], tokens: Tokenized | None, advantages: AdvantageStep, group: RowGroup
 ) -> Producer:
-    """The producer, which samples and grades the rows of this process's `group` on `own_mesh`."""
-    advantages = _advantages(config, rewards, environments)
+    """The producer, which samples and grades the rows of this process's `group` on the mesh of its setup."""
+    config, mesh, model, rewards, _, watch = setup
     rollout, examples = config.rollout, None if tokens is None else tokens.rows
-    if examples is not None and config.total_steps and reads_prompts_as_they_are(config, environments):
+    if examples is not None and config.total_steps and setup.reads_prompts_as_they_are:
         columns = set().union(*examples)  # of sources that have others each, all: a row has None for what it lacks
         if PIXELS not in columns:
             rewards.check_columns(sorted(columns - {"prompt_ids"}))
-    pipeline = _prompts(config, model, data, tokens, advantages, group)
-
-    def worker_of(sampling: SamplingParams, group_size: int) -> RolloutWorker:
-        return build_worker(config, model, rewards, own_mesh, sampling, group_size, examples, watch, environments)
-
-    worker = worker_of(specs.training_sampling(config), rollout.group_size)
+    pipeline = _prompts(setup, data, tokens, advantages, group)
+    worker = build_worker(setup, specs.training_sampling(config), rollout.group_size, examples)
     check_correction(config, worker.engine)
     if advantages.of_turns != "environment" and (rule := advantages.asking("turns")):
         texts = token_bytes(
@@ -333,7 +311,7 @@ def _producer(
         longest = min(rollout.max_completion_length, MOST_STEPS)
         worker = replace(worker, steps=StepCredit(advantages.of_turns, texts, longest))
     compares = advantages.asking("greedy_scores")
-    greedy = None if compares is None else worker_of(specs.training_sampling(config).greedy, 1)
+    greedy = None if compares is None else build_worker(setup, specs.training_sampling(config).greedy, 1, examples)
     key, partial_rollouts, arrivals = jax.random.key(config.seed), None, None
     if rollout.update_in_flight or rollout.max_wait is not None:
         followed = None if rollout.arrivals is None else Path(rollout.arrivals).expanduser()
@@ -348,7 +326,7 @@ def _producer(
     if rollout.update_in_flight:
         worker = replace(worker, arrivals=arrivals)
     if rollout.partial_prompts:
-        settings, shards = specs.partial_spec(config), row_shards(own_mesh)
+        settings, shards = specs.partial_spec(config), row_shards(mesh)
         if settings.in_flight % shards:
             raise ConfigError(
                 f"batch.prompts + rollout.partial_prompts is {settings.in_flight}, which does not divide into the "
@@ -356,19 +334,20 @@ def _producer(
             )
         assert isinstance(pipeline, Pipeline)  # neither streams nor a curriculum: see config/checks/
         partial_rollouts = PartialRollouts(
-            settings, worker.engine, pipeline, key, own_mesh, worker.prompt_width, watch, arrivals
+            settings, worker.engine, pipeline, key, mesh, worker.prompt_width, watch, arrivals
         )
     spec = specs.producer_spec(config)
     return Producer(spec, worker, greedy, pipeline, group, advantages.flat_groups, partial_rollouts)
 
 
 def _prompts(
-    config, model: Model, data: list[DataSource], tokens: Tokenized | None, advantages: AdvantageStep, group: RowGroup
+    setup: Setup, data: list[DataSource], tokens: Tokenized | None, advantages: AdvantageStep, group: RowGroup
 ) -> PromptStream:
     """The prompts of this process's steps, in the order that the settings and the advantage rule ask for."""
+    config = setup.config
     share = group[:2]  # of the prompts
     if tokens is None:
-        return loading.stream(specs.data_spec(config), data, "prompts", model.tokenizer, lambda row: row, *share)
+        return loading.stream(specs.data_spec(config), data, "prompts", setup.model.tokenizer, lambda row: row, *share)
     size, curriculum = specs.batch_spec(config).prompts, specs.curriculum_spec(config)
     order = (config.seed, config.data.shuffle, *share, tokens.shares)
     if advantages.asks_for("reference_scores"):
@@ -387,7 +366,7 @@ def build_producer(config) -> tuple[Producer, Model, Stopwatch, Environments | A
     mesh = rollout_mesh(make_mesh(devices=jax.devices()), config.rollout.mesh)
     with jax.set_mesh(mesh):
         spec = environment_spec(config)
-        rows = read_data(config, None, None, None, None)
+        rows = read_data(config)
         model = build_model(rows.config, mesh, None, rows.tokenizer)
         with contextlib.ExitStack() as stack:  # what is open is closed where the rest is refused
             rewards, watch = build_rewards(rows.config), Stopwatch()
@@ -395,9 +374,8 @@ def build_producer(config) -> tuple[Producer, Model, Stopwatch, Environments | A
             environments = load_environments(spec)
             if environments is not None:
                 stack.callback(environments.close)
-            producer = _producer(
-                rows.config, model, rows.sources, rows.tokens, rewards, mesh, RowGroup.of(mesh), watch, environments
-            )
+            setup = Setup(rows.config, mesh, model, rewards, environments, watch)
+            producer = _producer(setup, rows.sources, rows.tokens, _advantages(setup), RowGroup.of(mesh))
             stack.pop_all()
     return producer, model, watch, environments
 
@@ -408,11 +386,12 @@ def rendezvous_of(config) -> Rendezvous:
     return Rendezvous(folder, config.rollout.processes, c.rendezvous_seconds, c.heartbeat_seconds)
 
 
-def mixed_source(config, online: OnlineSource, model: Model, train_dataset: Any) -> OnlineSource | MixedSource:
+def mixed_source(setup: Setup, online: OnlineSource, train_dataset: Any) -> OnlineSource | MixedSource:
     """The source with batches of the data's rows between those of samples, where `teacher.on_policy` asks for them.
 
     A batch of given rows has as many rows, of the same width, as one of samples.
     """
+    config, tokenizer = setup.config, setup.model.tokenizer
     if config.teacher.on_policy == 1:
         return online
     learner, given = online.learner, config.copy_and_resolve_references()
@@ -420,14 +399,11 @@ def mixed_source(config, online: OnlineSource, model: Model, train_dataset: Any)
     given.algorithm.name, given.batch.prompts, given.teacher.path = "sft", batch_rows(config), None
     given.data.max_length = width
     spec, tokens = specs.data_spec(given), None
-    data = opening.open_sources(spec, model.tokenizer, train_dataset)
+    data = opening.open_sources(spec, tokenizer, train_dataset)
     if not spec.streaming:
-        tokens = loading.tokenized(spec, data, "completions", model.tokenizer)
+        tokens = loading.tokenized(spec, data, "completions", tokenizer)
     batch = replace(specs.batch_spec(given), microbatch_rows=learner.batch.microbatch_rows)
-    rows = offline_source(
-        given, specs.algorithm_of(given), model, data, tokens, learner.mesh, learner.stopwatch,
-        lambda _: batch, lambda _: learner.pack,
-    )  # fmt: skip
+    rows = offline_source(setup._replace(config=given), data, tokens, lambda _: batch, lambda _: learner.pack)
     assert not isinstance(learner.teacher, SelfTeacher)  # which has a context, and that is of samples alone
     cross = learner.context if isinstance(learner.context, CrossTokenizer) else None
     rows = replace(rows, spec=replace(rows.spec, width=width), teacher=learner.teacher, cross_tokenizer=cross)
@@ -435,13 +411,9 @@ def mixed_source(config, online: OnlineSource, model: Model, train_dataset: Any)
 
 
 def offline_source(
-    config,
-    algorithm: Algorithm,
-    model: Model,
+    setup: Setup,
     data: list[DataSource],
     tokens: Tokenized | None,
-    mesh: Mesh,
-    stopwatch: Stopwatch,
     batch_of: Callable[[int], BatchSpec],
     packer: Callable[[TypicalRows | None], Packer],
     average: Average | None = None,
@@ -450,10 +422,11 @@ def offline_source(
 
     `batch_of` gives the rows of a step, and of passes, by their width.
     """
-    c = config.data
+    config, mesh, model = setup.config, setup.mesh, setup.model
+    c, kind = config.data, specs.data_kind(config)
     settings, lora = specs.reference_spec(config), model.net.config.lora
     sample = reference = None
-    if algorithm.needs_reference:
+    if needs_reference(config):
         kept = not c.precompute_reference
         reference = Reference(start_reference(settings, model.params, lora, kept), settings, lora, average)
     elif settings.ref_sync_steps and config.algorithm.name == "preference":
@@ -469,7 +442,7 @@ def offline_source(
         margins = any("margin" in loading.columns(source) for source in data)
         as_example = partial(offline.as_example, margins=margins)
         pipeline = loading.stream(
-            specs.data_spec(config), data, algorithm.data, model.tokenizer, as_example,
+            specs.data_spec(config), data, kind, model.tokenizer, as_example,
             pack=packed if c.packing else None,
         )  # fmt: skip
         longest = c.max_length
@@ -478,11 +451,11 @@ def offline_source(
         rows = batch_of(spec.width)
     else:
         examples: list[Any] = offline.as_examples(tokens.rows)
-        if algorithm.data == "labels":
+        if kind == "labels":
             options = preference_spec(config).losses[0].options
             weights = options.get("desirable_weight", 1.0), options.get("undesirable_weight", 1.0)
             offline.check_balance(examples, *weights)
-        longest = min(offline.longest(examples, algorithm.mismatched), c.max_length)
+        longest = min(offline.longest(examples, specs.mismatches(config)), c.max_length)
         check_positions(model, longest, "the longest of the data, up to data.max_length")
         width = specs.padded_width(longest, c.max_length)
         spec = specs.offline_spec(config, c.max_length if c.packing else width)
@@ -505,6 +478,6 @@ def offline_source(
     else:
         teacher = build_teacher(config, model, mesh, longest, "the longest of the data, up to data.max_length")
     return OfflineSource(
-        spec, rows, model.net, pipeline, mesh, packer(sample), stopwatch, reference,
+        spec, rows, model.net, pipeline, mesh, packer(sample), setup.stopwatch, reference,
         teacher=teacher, cross_tokenizer=cross,
     )  # fmt: skip

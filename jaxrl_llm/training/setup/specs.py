@@ -18,9 +18,9 @@ from jaxrl_llm.data.opening import DataSpec
 from jaxrl_llm.rollout.engine import COMPILE_WORK, RolloutSpec
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.advantages import AdvantageSpec
-from jaxrl_llm.training.algorithm import Algorithm, BatchSpec
 from jaxrl_llm.training.average import AverageSpec
 from jaxrl_llm.training.learner import LearnerSpec
+from jaxrl_llm.training.microbatch import BatchSpec
 from jaxrl_llm.training.offline import OfflineSpec
 from jaxrl_llm.training.online import ProducerSpec
 from jaxrl_llm.training.optimizers import OptimizerSpec, learning_rate_schedule
@@ -30,7 +30,6 @@ from jaxrl_llm.training.rollouts.partial_rollouts import PartialSpec
 from jaxrl_llm.training.setup.objectives import (
     divergence_temperature,
     kl_estimator,
-    needs_reference,
     old_logps_setting,
     policy_loss,
     preference_spec,
@@ -46,25 +45,17 @@ TEMPLATE_TOKENS = 64  # room for what stands around a solution in the prompt of 
 EIGHTHS = (1, 2, 3, 4, 6, 8)  # of the longest row, that batches of rows of like length are as wide as
 
 
-def algorithm_of(config) -> Algorithm:
-    """The facts of the configured algorithm."""
-    name, together = config.algorithm.name, rows_together(config)
-    return Algorithm(
-        data=data_kind(config),
-        group_size=together,
-        together=together if name in OFFLINE else 2 if name == ONLINE_PREFERENCE else 1,
-        online=name not in OFFLINE,
-        needs_reference=needs_reference(config),
-        has_critic=name == "ppo",
-    )
-
-
 def data_kind(config) -> str:
     """The kind of rows that the algorithm learns from: prompts, completions, pairs, triples, labels or steps."""
     if config.algorithm.name == "preference":
         return {"pair": "pairs", "triple": "triples"}.get(preference_spec(config).rows, "labels")
     kinds = {"sft": "completions", "reward_model": "pairs", "process_reward_model": "steps"}
     return kinds.get(config.algorithm.name, "prompts")
+
+
+def mismatches(config) -> bool:
+    """True where each labelled row is followed by its prompt with the completion of another row (kto)."""
+    return data_kind(config) == "labels" and rows_together(config) == 2
 
 
 def data_spec(config) -> DataSpec:
@@ -455,7 +446,7 @@ def offline_spec(config, width: int) -> OfflineSpec:
     return spec_of(
         OfflineSpec,
         c,
-        mismatched=algorithm_of(config).mismatched,
+        mismatched=mismatches(config),
         packed=config.data.packing,
         width=width,
         widths=tuple(sorted(widths)) if config.data.group_by_length else (width,),

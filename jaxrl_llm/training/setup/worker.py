@@ -4,13 +4,13 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Inputs
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import ConfigDict, ConfigError
 from jaxrl_llm.config.entries import environment_options, reward_scales
 from jaxrl_llm.config.schema import EPISODES, OFFLINE, ONLINE_PREFERENCE
 from jaxrl_llm.config.tree import spec_of
@@ -44,22 +44,31 @@ from jaxrl_llm.training.setup import specs
 from jaxrl_llm.training.setup.memory import check_memory, device_memory, with_fitting_slots
 
 
+class Setup(NamedTuple):
+    """What is read and opened before anything of a run is built; of this all else is."""
+
+    config: ConfigDict
+    mesh: Mesh
+    model: Model
+    rewards: Rewards
+    environments: Environments | Agents | None
+    stopwatch: Stopwatch
+
+    @property
+    def reads_prompts_as_they_are(self) -> bool:
+        """True where prompts are sampled from as the data has them; environments, tools, agents and rollout functions
+        may lengthen them, and give rows other columns."""
+        return self.environments is None and self.config.environment.rollout_func is None
+
+
 def build_worker(
-    config,
-    model: Model,
-    rewards: Rewards,
-    mesh: Mesh,
-    sampling: SamplingParams,
-    group_size: int,
-    examples: list[Row] | None,
-    stopwatch: Stopwatch,
-    environments: Environments | Agents | None = None,
-    at_once: int | None = None,
+    setup: Setup, sampling: SamplingParams, group_size: int, examples: list[Row] | None, at_once: int | None = None
 ) -> RolloutWorker:
     """A rollout worker wide enough for the prompts of `examples` or, where they are not known before, for any.
 
     It samples up to `at_once` prompts in one rollout; None: as many as a training step.
     """
+    config, mesh, model, rewards, environments, stopwatch = setup
     c, limit = config.rollout, config.rollout.max_prompt_length
     for key in ("rollout_func", "agent"):
         if config.environment[key] and (size := RowGroup.of(mesh).size) > 1:
@@ -67,11 +76,11 @@ def build_worker(
                 f"environment.{key} is set, but mesh.context x mesh.tensor has {size} processes hold the same rows, "
                 "which each would ask it for: make them no larger than the devices of one process"
             )
-    if not reads_prompts_as_they_are(config, environments):
+    if not setup.reads_prompts_as_they_are:
         examples = None
     # Processes that sample by themselves share the prompts of a step, and its slots.
     shares = 1 if mesh.is_multi_process else jax.process_count()
-    engine = build_engine(config, model, mesh, sampling, group_size, stopwatch)
+    engine = build_engine(setup, sampling, group_size)
     engine = replace(engine, slots=-(-engine.slots // shares))
     engine_mesh = engine.mesh if isinstance(engine, ReshardedEngine) else mesh
     if environments is not None and row_groups(engine_mesh) != row_groups(mesh):
@@ -98,11 +107,11 @@ def build_worker(
     turns = TurnTokenizer(model.tokenizer, eos_ids(model), limit, options, stops=bool(c.stop or c.stop_token_ids))
     open_episodes = agents = external = None
     if isinstance(environments, Agents):
-        agents = agent_rollout(config, environments, model, engine, turns, mesh, width)
+        agents = agent_rollout(setup, environments, engine, turns, width)
     elif environments is not None:
         open_episodes = partial(EpisodeBatch.open, environments, turns)
     if function is not None:
-        external = external_rollout(config, function, model, engine, mesh, width)
+        external = external_rollout(setup, function, engine, width)
     played = played_environments(environments)
     return RolloutWorker(
         engine,
@@ -120,13 +129,12 @@ def build_worker(
     )
 
 
-def build_engine(
-    config, model: Model, mesh: Mesh, sampling: SamplingParams, group_size: int, stopwatch: Stopwatch
-) -> Engine:
+def build_engine(setup: Setup, sampling: SamplingParams, group_size: int) -> Engine:
     """The engine of rollouts, on the mesh that samples.
 
     Raises ConfigError for tokens that the model has not, and for experts of a model that has none.
     """
+    config, mesh, model = setup.config, setup.mesh, setup.model
     c, vocab = config.rollout, model.net.config.vocab_size
     if c.router_replay and not model.net.config.experts:
         raise ConfigError(f"rollout.router_replay is true, but {model.path} has no experts: set it to false")
@@ -144,7 +152,7 @@ def build_engine(
     engine_mesh = rollout_mesh(mesh, None if arranged else c.mesh, model.net.config.kv_heads)
     if engine_mesh == mesh:
         return engine
-    return ReshardedEngine(**vars(engine), mesh=engine_mesh, train_mesh=mesh, watch=stopwatch)
+    return ReshardedEngine(**vars(engine), mesh=engine_mesh, train_mesh=mesh, watch=setup.stopwatch)
 
 
 def guide_of(config) -> Guide:
@@ -153,11 +161,9 @@ def guide_of(config) -> Guide:
     return Guide.of(c.structured_regex, c.structured_choice, c.structured_json)
 
 
-def external_rollout(
-    config, function: Callable[..., Any], model: Model, engine: Engine, mesh: Mesh, width: int
-) -> ExternalRollout:
+def external_rollout(setup: Setup, function: Callable[..., Any], engine: Engine, width: int) -> ExternalRollout:
     """What samples by a function of the user's, after prompts of `width` tokens, by the settings of the run."""
-    c = config.rollout
+    config, mesh, model, c = setup.config, setup.mesh, setup.model, setup.config.rollout
     published: dict[str, Publisher] = {}  # by their paths; they live as long as what publishes there
 
     def policy_logps(params: Params, inputs: Inputs):
@@ -186,25 +192,18 @@ def external_rollout(
     return ExternalRollout(function, engine, model.tokenizer, mesh, width, policy_logps, save, metrics, constraints)
 
 
-def agent_rollout(
-    config, agents: Agents, model: Model, engine: Engine, turns: TurnTokenizer, mesh: Mesh, width: int
-) -> AgentRollout:
+def agent_rollout(setup: Setup, agents: Agents, engine: Engine, turns: TurnTokenizer, width: int) -> AgentRollout:
     """What samples by programs that talk to an endpoint; raises EpisodeError on a mesh that is not that of training."""
     if isinstance(engine, ReshardedEngine):
         raise EpisodeError(
             "environment.agent is sampled on the mesh of training: set rollout.mesh to none, and mesh.context to 1"
         )
-    own, count = OwnPart.of(mesh, model.net.config.kv_heads), jax.process_count()
+    config, mesh = setup.config, setup.mesh
+    own, count = OwnPart.of(mesh, setup.model.net.config.kv_heads), jax.process_count()
     rows, shards = config.batch.prompts * config.rollout.group_size, row_shards(own.mesh)
     slots = -(-engine.slots // (count if mesh.is_multi_process else 1)) or min(agents.spec.workers, -(-rows // count))
     slots = -(-slots // shards) * shards
     return AgentRollout(agents, engine, turns, mesh, width, slots, own, specs.image_limits(config))
-
-
-def reads_prompts_as_they_are(config, environments: Environments | Agents | None) -> bool:
-    """True where prompts are sampled from as the data has them; environments, tools, agents and rollout functions may
-    lengthen them, and give rows other columns."""
-    return environments is None and config.environment.rollout_func is None
 
 
 def check_correction(config, engine: Engine) -> None:

@@ -20,9 +20,10 @@ from jaxrl_llm.rewards.runner import NOTHING_LOGGED
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation import metrics, run
 from jaxrl_llm.training.evaluation.metrics import EvalMetrics, PromptResult, prompt_results, summary
-from jaxrl_llm.training.evaluation.run import check_best, named_sets
+from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.console import evaluation_line
-from jaxrl_llm.training.setup.evaluation import build_evaluations, eval_data, eval_metrics, eval_spec
+from jaxrl_llm.training.setup.evaluation import build_evaluations, eval_data, eval_metrics, eval_sets
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.setup.specs import eval_sampling
 from tests.conftest import ROOT
@@ -142,12 +143,12 @@ def test_sets_as_texts_and_dictionaries():
         "mixed=task:sort_demos",
     )
     validate(config)
-    easy, mixed = named_sets(eval_spec(config))
+    easy, mixed = eval_sets(config)
     assert (easy.name, easy.samples, easy.prompts) == ("easy", 2, 128)
     assert easy.sources == [{"path": "task:sort", "split": "validation", "eval_split": "validation"}]
     assert (mixed.name, mixed.samples, mixed.prompts) == ("mixed", 4, 3)
     assert mixed.sources == [{"path": "task:sort", "name": "x"}, {"path": "task:sort_demos"}]
-    assert named_sets(eval_spec(from_json(to_json(config)))) == [easy, mixed]
+    assert eval_sets(from_json(to_json(config))) == [easy, mixed]
     tokenizer = load_model("embedded:sort").tokenizer
     assert [len(part.rows) for part in eval_data(config, tokenizer)[1][1]] == [2, 1]
 
@@ -336,7 +337,7 @@ def test_held_out_losses_of_several_sets():
 
     def measured(held_out):
         with jax.set_mesh(mesh := make_mesh(devices=jax.devices()[:1])):
-            run = build(config, mesh, rows, held_out)
+            run = build(config, mesh, Given(rows, held_out))
             assert run.evaluation is not None
             return run.evaluation(jax.tree.map(lambda x: x * 1.02, run.state.params), jax.random.key(0))
 
@@ -351,7 +352,7 @@ def test_named_sets_beside_rows_in_memory():
     config = load_config_file(f"{ROOT / 'configs' / 'grpo.py'}:tiny")
     config.eval.sets = ("x=task:sort(samples=2, prompts=2)",)
     with jax.set_mesh(mesh := make_mesh(devices=jax.devices()[:1])):
-        run = build(config, mesh, [{"prompt": row["prompt"], "answer": row["answer"]} for row in ROWS])
+        run = build(config, mesh, Given([{"prompt": row["prompt"], "answer": row["answer"]} for row in ROWS]))
     assert run.evaluation is not None
     assert build_evaluations(config, run.model, run.rewards, None, mesh)[0].sampled.engine.group_size == 2
 

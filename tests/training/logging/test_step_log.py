@@ -1,5 +1,6 @@
 """The metrics that the log adds to those of a step: speed, memory, processors; and what a real run records of them."""
 
+import dataclasses
 import json
 import math
 import time
@@ -11,13 +12,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxrl_llm.algorithms.losses import Metric
-from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.training.logging import step_log
-from jaxrl_llm.training.logging.health import HealthSpec
 from jaxrl_llm.training.logging.logger import Logger
 from jaxrl_llm.training.logging.step_log import Machine, Step, StepLog, merge
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
+from jaxrl_llm.training.setup.records import health_spec
 from tests.training.logging.common import quiet_spec
+
+HEALTH = health_spec(default())
 
 
 def test_speed_leaves_out_compilation(tmp_path, monkeypatch):
@@ -27,7 +30,7 @@ def test_speed_leaves_out_compilation(tmp_path, monkeypatch):
     watch = Stopwatch(lambda: now[0])
     update = {"loss": Metric(1.0, "sum"), "grad_norm": Metric(1.0, "sum"), "nonfinite_gradient": Metric(0.0, "sum")}
     with Logger(quiet_spec(), tmp_path) as logger:
-        log = StepLog(HealthSpec(), lambda metrics: None, watch, logger, {"num_tokens": 0, "skipped": 0})
+        log = StepLog(HEALTH, lambda metrics: None, watch, logger, {"num_tokens": 0, "skipped": 0})
         now[0] += 7.0
         watch.charge("compile", 7.0)
         for number, compiled, passed in ((1, 60.0, 100.0), (2, 0.0, 10.0)):
@@ -51,7 +54,7 @@ def test_the_share_of_the_peak(tmp_path, monkeypatch):
     (update,) = updates_of({"loss": 1.0, "grad_norm": 1.0, "nonfinite_gradient": 0.0})
     with Logger(quiet_spec(), tmp_path) as logger:
         counts = {"num_tokens": 0, "skipped": 0}
-        log = StepLog(HealthSpec(), lambda metrics: None, watch, logger, counts, peak=1000.0)
+        log = StepLog(HEALTH, lambda metrics: None, watch, logger, counts, peak=1000.0)
         for number, overlaps in ((1, False), (2, True), (3, False)):
             began, before = now[0], watch.totals["compile"]
             with watch("data"):
@@ -77,7 +80,7 @@ def test_a_name_of_the_run_that_a_reward_function_logs_is_told_once(tmp_path):
     made = {"num_tokens": 1, "mine": 7.0, "loss": 8.0, "step_time": 9.0, "mfu": 10.0}
     counts = {"num_tokens": 0, "skipped": 0}
     with Logger(quiet_spec(), tmp_path) as logger:
-        log = StepLog(HealthSpec(), lambda metrics: None, Stopwatch(), logger, counts, peak=1e9)
+        log = StepLog(HEALTH, lambda metrics: None, Stopwatch(), logger, counts, peak=1e9)
         told = []
         logger.warn = told.append
         for number in (1, 2):
@@ -112,7 +115,7 @@ def test_a_policy_or_a_critic_that_never_learns_ends_the_run(tmp_path, of, words
     failing = critic if of else policy
     failing |= {f"{of}loss": math.nan, f"{of}grad_norm": math.nan, f"{of}nonfinite_gradient": 1.0}
     with Logger(quiet_spec(), tmp_path) as logger:
-        spec = HealthSpec(max_skipped_steps=1)
+        spec = dataclasses.replace(HEALTH, max_skipped_steps=1)
         log = StepLog(spec, lambda metrics: None, Stopwatch(), logger, {"num_tokens": 0, "skipped": 0})
         log.add(Step(1, 0.0, {"num_tokens": 1}, updates_of(critic, policy), []))
         log.add(Step(2, 0.0, {"num_tokens": 1}, updates_of(critic, policy), []))
@@ -123,7 +126,7 @@ def test_a_policy_or_a_critic_that_never_learns_ends_the_run(tmp_path, of, words
 def test_an_evaluation_adds_to_the_phases_of_its_step(tmp_path):
     watch = Stopwatch()
     with Logger(quiet_spec(), tmp_path) as logger:
-        log = StepLog(HealthSpec(), lambda metrics: None, watch, logger, {"num_tokens": 0, "skipped": 0})
+        log = StepLog(HEALTH, lambda metrics: None, watch, logger, {"num_tokens": 0, "skipped": 0})
 
         def evaluate():
             watch.charge("compile", 2.0)

@@ -19,7 +19,7 @@ from jaxrl_llm.models.model import load_model, save_hf
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.train import train
-from jaxrl_llm.training.algorithm import BatchSpec
+from jaxrl_llm.training.microbatch import BatchSpec
 from jaxrl_llm.training.objectives.policy_gradient import policy_gradient
 from jaxrl_llm.training.objectives.value import value_regression
 from jaxrl_llm.training.optimizers import build_optimizer
@@ -161,8 +161,8 @@ def test_what_the_critic_learns_alone(passes, apart, expected):
 
     run = SimpleNamespace(
         batch=BatchSpec(2, group_size=1, minibatches=1, microbatch_rows=0, num_iterations=1, shuffle=False, seed=0),
-        pack=SimpleNamespace(of_rows=lambda rows: lambda x: x), update=update("both"), warmup_steps=2, frozen=None,
-        critic_alone=CriticAlone(update("critic"), 1, passes, apart),
+        pack=SimpleNamespace(of_rows=lambda rows: lambda x: x), update=update("both"), frozen=None,
+        critic_alone=CriticAlone(update("critic"), 1, passes, apart, warmup_steps=2),
         mesh=None,
     )  # fmt: skip
     state = State(jnp.int32(0), {}, ())

@@ -40,6 +40,13 @@ SCORING = dataclasses.replace(SHAPE, head="score")
 GROUP, PROMPT, COMPLETION, ROWS = 4, 4, 5, 12
 
 
+def full_rollouts(rows: int, group_size: int, prompt_width: int, completion: int) -> TypicalRows:
+    """Those of `typical_rollouts`, with completions that are all full."""
+    sample = typical_rollouts(rows, group_size, prompt_width, completion)
+    segments = np.ones_like(sample.segments)
+    return sample._replace(segments=segments, mask=(segments.cumsum(axis=1) > prompt_width).astype(np.float32))
+
+
 def online_batch(**changes) -> Batch:
     """Three groups of four: prompts of 2 to 4 tokens padded on the left, completions of 0 to 5 tokens."""
     draw = np.random.default_rng(3)
@@ -290,14 +297,14 @@ def test_auto_packs_where_rows_share_or_waste():
     def packer(config, sample, shape=SHAPE):
         return packer_of(config, shape, mesh, objective_of(config, Net(shape)), sample)
 
-    shared = packer(config, typical_rollouts(64, GROUP, 256, 16, full=True))
+    shared = packer(config, full_rollouts(64, GROUP, 256, 16))
     assert shared.sizes is not None and shared.sizes.length == 256 + GROUP * 16
-    assert packer(config, typical_rollouts(64, 1, 8, 64, full=True)).sizes is None  # nothing is shared or shorter
+    assert packer(config, full_rollouts(64, 1, 8, 64)).sizes is None  # nothing is shared or shorter
     assert packer(config, typical_rollouts(64, GROUP, 256, 16), SPARSE).sizes is None  # balanced in each micro-batch
     assert packer(config, None).sizes is None
     axes = ("data", "fsdp", "context", "expert", "tensor")
     for sizes in ((2, 4, 1, 1, 1), (2, 1, 12, 1, 1)):
-        local = typical_rollouts(64 // sizes[0] // sizes[1], GROUP, 256, 16, full=True)  # those of one row shard
+        local = full_rollouts(64 // sizes[0] // sizes[1], GROUP, 256, 16)  # those of one row shard
         mesh = jax.sharding.AbstractMesh(sizes, axes)
         found = packer_of(config, SHAPE, mesh, objective_of(config, Net(SHAPE)), local).sizes
         assert found is not None and found.length % sizes[2] == 0 and found.length >= 256 + GROUP * 16
@@ -329,7 +336,7 @@ def test_micro_batches_leave_little_room():
     """16 pairs of 128 tokens, each in a packed row of 192: four micro-batches of four, none of which is part empty."""
     mesh = make_mesh(devices=jax.devices()[:1])
     config = config_of("preference", batch__microbatch_tokens=0, batch__pack_length=192)
-    spec, sample = packing_spec(config), typical_rollouts(32, 2, 64, 64, full=True)
+    spec, sample = packing_spec(config), full_rollouts(32, 2, 64, 64)
     sizes, _ = planner.packed_sizes(spec, SHAPE, mesh, Positions(), sample, "cpu", 1024)
     assert (sizes.length, sizes.packed_rows) == (192, 4)
 
@@ -402,7 +409,7 @@ def test_packed_update_memory_without_vocabulary(monkeypatch):
         state = init_state(jax.jit(Net(shape).init)(jax.random.key(0)), optimizer, mesh)
         update = make_update(objective, optimizer, update_spec(config), mesh)
         for groups in (2, 8):
-            sample = typical_rollouts(groups * GROUP, GROUP, 8, 24, full=True)
+            sample = full_rollouts(groups * GROUP, GROUP, 8, 24)
             zeros = jnp.zeros(sample.mask.shape)
             tokens, segments, mask = map(jnp.asarray, sample[:3])
             inputs = Inputs(tokens, segments, prompt_width=8)

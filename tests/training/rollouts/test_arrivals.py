@@ -15,6 +15,7 @@ from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.rollouts.arrivals import RECORD, Arrivals
 from jaxrl_llm.training.rollouts.experience import Partial
 from jaxrl_llm.training.rollouts.rollout_queue import RolloutQueue
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.run import build
 from tests.system.faults.equality import assert_same_run
 from tests.training.rollouts.test_partial_rollouts import ROWS, partial_config
@@ -51,8 +52,9 @@ def asked(path, staleness, followed=None, last_step=8, pause=0.01, resume=None, 
     """What each batch was given in a run of the queue alone, whose learner takes as long as a batch."""
     arrivals, watch = Arrivals(path, staleness, True, followed=followed), Stopwatch()
     produce = Asking(arrivals, count, pause)
+    watches = watch, Stopwatch(within=watch)
     queue = RolloutQueue(
-        staleness, last_step, "key {}".format, "copy of {}".format, MESH, MESH, watch, Stopwatch(within=watch), arrivals
+        produce, staleness, last_step, "key {}".format, "copy of {}".format, MESH, MESH, *watches, arrivals
     )
     first = 1
     if resume is not None:
@@ -62,7 +64,7 @@ def asked(path, staleness, followed=None, last_step=8, pause=0.01, resume=None, 
     states = {}
     with queue:
         for step in range(first, last_step + 1):
-            rollouts, metrics = queue.take(produce, f"policy {step - 1}", step - 1, None)
+            rollouts, metrics = queue.take(f"policy {step - 1}", step - 1, None)
             assert max(0, step - 1 - staleness) <= rollouts.partial.versions[:, 1:].min()
             assert rollouts.partial.versions.max() < step
             assert metrics["rollout/age"] <= staleness
@@ -158,7 +160,7 @@ def test_what_arrivals_need():
         jax.set_mesh(MESH),
         pytest.raises(ConfigError, match=r"update_in_flight is true, but algorithm.advantage = 'rem"),
     ):
-        build(config, MESH, train_dataset=ROWS, rewards=digits)
+        build(config, MESH, Given(train_dataset=ROWS, rewards=digits))
 
 
 @pytest.mark.slow
@@ -172,14 +174,14 @@ def test_log_probs_are_of_the_policies_that_came_and_are_corrected(tmp_path, par
     config.rollout.arrivals, config.output_dir = str(tmp_path / "followed"), str(tmp_path)
     config.rollout.partial_tokens, config.algorithm.num_iterations = 7 * partial, 2  # which needs old log-probs
     with jax.set_mesh(MESH):
-        run = build(config, MESH, train_dataset=ROWS, rewards=digits)
+        run = build(config, MESH, Given(train_dataset=ROWS, rewards=digits))
         source, root = run.source, jax.random.key(config.seed)
         learner, start = source.learner, run.state.params
         policies = [start, {**start, "head": jax.tree.map(lambda x: 1.5 * x, start["head"])}]
         with source.queue:
             for version, policy in enumerate(policies):
                 key = jax.random.fold_in(root, version + 1)
-                rollouts, _ = source.queue.take(source.producer.produce, policy, version, key)
+                rollouts, _ = source.queue.take(policy, version, key)
         state = dataclasses.replace(run.state, params=policies[1], step=run.state.step + 1)
         batch = learner.prepare(rollouts, state, key).batch
         rollout, versions = rollouts.rollout, rollouts.partial.versions

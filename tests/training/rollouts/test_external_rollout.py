@@ -26,6 +26,7 @@ from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.bodies import parse
 from jaxrl_llm.training.rollouts.external_rollout import ExternalRollout, load_rollout_function
 from jaxrl_llm.training.rollouts.rollout_trainer import RolloutTrainer, TokenizerWithoutTorch
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.run import build
 from tests.models.decoding import trainer_logps
 
@@ -65,6 +66,10 @@ def rollout(model):
         return jax.tree.map(np.asarray, made), columns
 
     return run
+
+
+def save_nothing(*_):
+    raise AssertionError("nothing is saved here")
 
 
 def policy_logps(model, rollout):
@@ -142,7 +147,7 @@ def test_padding_of_a_batch_is_no_prompt(model, side):
         return [[7], [8, 9]], []
 
     tokenizer = TokenizerWithoutTorch(model.tokenizer)
-    trainer = RolloutTrainer(generate, tokenizer, {"num_generations": 1}, None)
+    trainer = RolloutTrainer(generate, tokenizer, {"num_generations": 1}, None, save_nothing)
     prompts = ["sort:4821=", "sort:21="]
     inputs = tokenizer(prompts, padding=True, padding_side=side, return_tensors="pt")
     rows = trainer.generate(**inputs)
@@ -327,7 +332,7 @@ def test_a_server_is_asked_for_what_the_run_samples_by(settings, asked, model, m
     with Server(change) as server, jax.set_mesh(mesh):
         server.info = told("processed_logprobs")
         config.environment.rollout_func = f"server(url={server.url!r}, model='m')"
-        worker = build(config, mesh, [{"prompt": "sort:4821=", "answer": "1248"}]).source.producer.worker
+        worker = build(config, mesh, Given([{"prompt": "sort:4821=", "answer": "1248"}])).source.producer.worker
         example = {"prompt": "sort:4821=", "prompt_ids": model.tokenizer("sort:4821=")["input_ids"]}
         made, _ = worker.external(model.params, [example], jax.random.key(0), TrainerState(3, 9))
     assert np.asarray(made.finished).tolist() == [bool(config.rollout.stop), False]
@@ -364,7 +369,7 @@ def test_log_probs_of_a_server_are_at_the_temperature(temperature, info, options
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     settings = {**UNSET, "num_generations": K, "max_completion_length": C, "temperature": temperature}
-    trainer = RolloutTrainer(lambda ids, count: ([], []), model.tokenizer, settings, None)
+    trainer = RolloutTrainer(lambda ids, count: ([], []), model.tokenizer, settings, None, save_nothing)
     with Server() as server:
         server.info = info
         if message is None:
@@ -566,7 +571,8 @@ SETTINGS = {**UNSET, "num_generations": K, "max_completion_length": C}
 def test_a_server_is_asked_in_the_names_that_it_knows(owner, constraints, asked, model, monkeypatch):
     """SGLang passes over fields that it does not know, vLLM's of structured outputs among them."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    trainer = RolloutTrainer(lambda ids, count: ([], []), model.tokenizer, {**SETTINGS, **constraints}, None)
+    settings = {**SETTINGS, **constraints}
+    trainer = RolloutTrainer(lambda ids, count: ([], []), model.tokenizer, settings, None, save_nothing)
     with Server() as server:
         server.models = None if owner is None else {"data": [{"id": "m", "owned_by": owner}]}
         served(server)(["a"], trainer)
@@ -585,7 +591,8 @@ def test_a_server_is_asked_in_the_names_that_it_knows(owner, constraints, asked,
 )
 def test_what_sglang_does_not_know_is_refused(constraints, message, model, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    trainer = RolloutTrainer(lambda ids, count: ([], []), model.tokenizer, {**SETTINGS, **constraints}, None)
+    settings = {**SETTINGS, **constraints}
+    trainer = RolloutTrainer(lambda ids, count: ([], []), model.tokenizer, settings, None, save_nothing)
     with Server() as server:
         server.models = {"data": [{"id": "m", "owned_by": "sglang"}]}
         with pytest.raises(ConfigError, match=message):

@@ -11,6 +11,7 @@ import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.data import tasks
 from jaxrl_llm.training.rollouts.experience import Partial, pack, placed, unpack
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.run import build
 from tests.training.rollouts.test_rollout_queue import MESH, config_of, digits, rollouts_of
 
@@ -26,7 +27,7 @@ def partial_config(prompts: int = 3, tokens: int = 3, staleness: int = 0):
 
 
 def source_of(config):
-    return build(config, MESH, train_dataset=ROWS, rewards=digits)
+    return build(config, MESH, Given(train_dataset=ROWS, rewards=digits))
 
 
 def produced(producer, policies, first: int = 1):

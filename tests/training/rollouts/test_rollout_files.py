@@ -20,10 +20,10 @@ from jaxrl_llm.distributed.processes import AgreedError, join
 from jaxrl_llm.models.files.weight_changes import ENCODING
 from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
-from jaxrl_llm.training.rollouts import rollout_files, sampler
+from jaxrl_llm.training.rollouts import file_queue, rollout_files, sampler
 from jaxrl_llm.training.rollouts.experience import pack
+from jaxrl_llm.training.rollouts.file_queue import FileQueue
 from jaxrl_llm.training.rollouts.rollout_files import (
-    FileQueue,
     Heartbeat,
     HeartbeatReader,
     Rendezvous,
@@ -176,7 +176,7 @@ def test_changes_of_a_policy_are_those_of_its_bits(tmp_path):
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_policies_are_kept_as_long_as_one_is_made_of_them(tmp_path, monkeypatch, staleness):
     """One of two samplers begins anew with each batch, and finds all files that its policy is made of; others go."""
-    monkeypatch.setattr(rollout_files, "WHOLE_EVERY", 3)
+    monkeypatch.setattr(file_queue, "WHOLE_EVERY", 3)
     queue = queue_of(tmp_path, staleness, steps=12)
     queue._publish = lambda version: {"w": jnp.zeros(64, jnp.bfloat16).at[version].set(1)}
     files, errors = [], []
@@ -205,7 +205,7 @@ def test_policies_are_kept_as_long_as_one_is_made_of_them(tmp_path, monkeypatch,
     with start_learners(queue._rendezvous), queue, jax.set_mesh(MESH):
         thread.start()
         for step in range(1, 13):
-            _, metrics = queue.take(None, step - 1, step - 1, None)
+            _, metrics = queue.take(step - 1, step - 1, None)
             if "weights/changed_share" in metrics:
                 assert metrics["weights/changed_share"] == 2 / 64
                 assert 0 < metrics["weights/written_share"] < 0.4
@@ -243,7 +243,7 @@ def test_batches_are_asked_for_and_taken_in_order(tmp_path):
         assert not (tmp_path / "old").exists()
         thread.start()
         for step in range(1, 5):
-            rollouts, metrics = queue.take(None, step - 1, step - 1, None)
+            rollouts, metrics = queue.take(step - 1, step - 1, None)
             assert (rollouts.rollout.tokens[0, 0], rollouts.version) == (step, max(0, step - 2))
             assert metrics["rollout/age"] == min(step - 1, 1)
             if step == 2:
@@ -259,8 +259,8 @@ def test_batches_are_asked_for_and_taken_in_order(tmp_path):
         with start_learners(again._rendezvous), again, jax.set_mesh(MESH):
             for reader in again._readers:
                 reader._rendezvous = again._rendezvous._replace(start_seconds=0.0)
-            assert again.take(None, 2, 2, None)[0].version == 1  # of the checkpoint
-            again.take(None, 3, 3, None)
+            assert again.take(2, 2, None)[0].version == 1  # of the checkpoint
+            again.take(3, 3, None)
 
     with pytest.raises(ConfigError, match=r"sampler 0 of 2.* step 4.* no sign of life"):
         go_on()
@@ -295,7 +295,7 @@ def test_no_name_is_looked_for_before_it_is_told(tmp_path, monkeypatch):
     with start_learners(queue._rendezvous), queue, jax.set_mesh(MESH):
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
-        assert queue.take(None, 0, 0, None)[0].rollout.tokens[0, 0] == 1
+        assert queue.take(0, 0, None)[0].rollout.tokens[0, 0] == 1
         thread.join()
     assert not looked
 
@@ -342,7 +342,7 @@ def test_a_full_disk_is_named(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
         try:
             with pytest.raises(ConfigError, match=rf"output_dir {tmp_path}/.* cannot be written: .*File too large"):
-                queue.take(None, 0, 0, None)
+                queue.take(0, 0, None)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -377,7 +377,7 @@ def test_a_sampler_tells_its_error(tmp_path, error, code):
         with start_learners(queue._rendezvous), queue, jax.set_mesh(MESH):
             with pytest.raises(type(error), match="no judge"):
                 fail()
-            queue.take(None, 0, 0, None)
+            queue.take(0, 0, None)
 
     with pytest.raises(ConfigError, match=rf"sampler 1 of 2.*{type(error).__name__}: no judge") as raised:
         take()

@@ -28,6 +28,7 @@ from jaxrl_llm.training.rollouts.experience import (
     unpacked_queue,
 )
 from jaxrl_llm.training.rollouts.rollout_queue import RolloutQueue
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.step import improve
 
@@ -61,19 +62,19 @@ class Produced:
         return rollouts_of(step, version)
 
 
-def queue_of(staleness: int, last_step: int = 6) -> RolloutQueue:
+def queue_of(produce, staleness: int, last_step: int = 6) -> RolloutQueue:
     watch = Stopwatch()
     return RolloutQueue(
-        staleness, last_step, "key {}".format, "copy of {}".format, MESH, MESH, watch, Stopwatch(within=watch)
+        produce, staleness, last_step, "key {}".format, "copy of {}".format, MESH, MESH, watch, Stopwatch(within=watch)
     )
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 9])
 def test_each_batch_is_of_the_policy_so_many_updates_before(staleness):
     produce = Produced()
-    with queue_of(staleness) as queue:
+    with queue_of(produce, staleness) as queue:
         for step in range(1, 7):
-            rollouts, metrics = queue.take(produce, f"policy {step - 1}", step - 1, f"key {step}")
+            rollouts, metrics = queue.take(f"policy {step - 1}", step - 1, f"key {step}")
             version = max(0, step - 1 - staleness)
             assert (rollouts.rollout.tokens[0, 0], rollouts.version) == (step, version)
             assert metrics.get("rollout/age") == (step - 1 - version if staleness else None)
@@ -87,11 +88,11 @@ def test_each_batch_is_of_the_policy_so_many_updates_before(staleness):
 
 def test_an_error_reaches_the_step_that_meets_it_and_ends_the_queue():
     produce = Produced(fails=3)
-    with queue_of(4) as queue:
+    with queue_of(produce, 4) as queue:
         for step in (1, 2):
-            queue.take(produce, "policy", step - 1, None)
+            queue.take("policy", step - 1, None)
         with pytest.raises(ValueError, match="step 3") as caught:
-            queue.take(produce, "policy", 2, None)
+            queue.take("policy", 2, None)
         assert caught.traceback[-1].name == "__call__"  # where it was raised
     assert [call[2] for call in produce.calls] == [1, 2, 3]
 
@@ -107,8 +108,8 @@ def test_an_error_elsewhere_leaves_a_batch_behind_that_does_not_end(monkeypatch,
             graded.wait(5)
         return rollouts_of(step, version)
 
-    queue = queue_of(2).__enter__()
-    queue.take(produce, "policy", 0, None)
+    queue = queue_of(produce, 2).__enter__()
+    queue.take("policy", 0, None)
     begun.wait()
     queue.__exit__(KeyboardInterrupt)
     assert "left behind" in caplog.text
@@ -141,15 +142,15 @@ run(main)
 
 def test_a_resumed_queue_goes_on_with_the_batches_that_were_saved():
     produce = Produced()
-    with queue_of(2) as queue:
-        queue.take(produce, "policy 0", 0, None)
+    with queue_of(produce, 2) as queue:
+        queue.take("policy 0", 0, None)
         arrays = queue.get_arrays()
         assert [call[2] for call in produce.calls] == [1, 2, 3]  # it has waited for them
-        expected = [queue.take(produce, f"policy {step - 1}", step - 1, None)[0] for step in range(2, 7)]
+        expected = [queue.take(f"policy {step - 1}", step - 1, None)[0] for step in range(2, 7)]
     again = Produced()
-    with queue_of(2) as queue, jax.set_mesh(MESH):
+    with queue_of(again, 2) as queue, jax.set_mesh(MESH):
         queue.restore(arrays)
-        got = [queue.take(again, f"policy {step - 1}", step - 1, None)[0] for step in range(2, 7)]
+        got = [queue.take(f"policy {step - 1}", step - 1, None)[0] for step in range(2, 7)]
     assert again.calls == produce.calls[3:]
     assert [x.version for x in got] == [x.version for x in expected] == [0, 0, 1, 2, 3]
     jax.tree.map(np.testing.assert_array_equal, [x.rollout for x in got], [x.rollout for x in expected])
@@ -251,7 +252,7 @@ def digits(completions, **kwargs):
 def test_stale_rows_need_a_correction():
     config = config_of(1)
     with jax.set_mesh(MESH), pytest.raises(ConfigError, match=r"rollout\.staleness is 1, so .* token_truncate") as told:
-        build(config, MESH, train_dataset=tasks.generate("sort", size=16), rewards=digits)
+        build(config, MESH, Given(train_dataset=tasks.generate("sort", size=16), rewards=digits))
     assert "algorithm.old_logps=sampler" in str(told.value)
 
 
@@ -262,8 +263,8 @@ def test_rows_are_those_of_the_policy_they_are_said_to_be_of(algorithm):
     for name, value in algorithm.items():
         config.algorithm[name] = value
     with jax.set_mesh(MESH):
-        run = build(config, MESH, train_dataset=tasks.generate("sort", size=16), rewards=digits)
-        again = build(config, MESH, train_dataset=tasks.generate("sort", size=16), rewards=digits)
+        run = build(config, MESH, Given(train_dataset=tasks.generate("sort", size=16), rewards=digits))
+        again = build(config, MESH, Given(train_dataset=tasks.generate("sort", size=16), rewards=digits))
         state, policies, root = run.state, [], jax.random.key(config.seed)
         with run.source.queue:
             for step in range(1, 5):

@@ -11,6 +11,7 @@ from jaxrl_llm.models.model import load_model
 from jaxrl_llm.training.checkpoint.settings import changed_settings, start_record
 from jaxrl_llm.training.setup import models
 from jaxrl_llm.training.setup.data import read_data, tokenizer_of
+from jaxrl_llm.training.setup.given import Given
 
 ROWS = [{"prompt": f"sort:{n}=", "completion": "".join(sorted(str(n)))} for n in range(100, 120)]
 
@@ -25,7 +26,7 @@ def config(tmp_path):
 
 
 def read(config, train_dataset=None, eval_dataset=None):
-    return read_data(config, train_dataset, eval_dataset, None, None)
+    return read_data(config, Given(train_dataset, eval_dataset))
 
 
 def test_epochs_are_counted_in_rows_that_are_used(config):

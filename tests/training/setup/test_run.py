@@ -8,6 +8,7 @@ import pytest
 
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.training.advantages import advantage_step
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.mesh import build_mesh
 from jaxrl_llm.training.setup.run import Run, build
 from jaxrl_llm.training.setup.specs import advantage_spec
@@ -79,5 +80,5 @@ def test_what_a_refused_run_has_opened_is_closed():
     config.rewards.functions, config.eval.every, config.batch.prompts = ("environment",), -1, 2
     mesh = build_mesh(config)
     with jax.set_mesh(mesh), pytest.raises(ConfigError, match="compute_metrics is given, but nothing is evaluated"):
-        build(config, mesh, environment=Game, compute_metrics=len)
+        build(config, mesh, Given(environment=Game, compute_metrics=len))
     assert Game.made == Game.closed == 1

@@ -15,6 +15,7 @@ from jaxrl_llm.data import tasks
 from jaxrl_llm.data.curriculum import CurriculumSpec
 from jaxrl_llm.distributed.sharding import make_mesh, path_name
 from jaxrl_llm.models.model import load_model
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.setup.specs import curriculum_spec
 
@@ -80,7 +81,7 @@ def test_what_is_added_to_rewards_and_moves_by_itself():
         return [float(len(ids)) for ids in completion_ids]
 
     with jax.set_mesh(MESH):
-        run = build(config, MESH, train_dataset=tasks.generate("sort", size=4), rewards=length)
+        run = build(config, MESH, Given(train_dataset=tasks.generate("sort", size=4), rewards=length))
         learner, pipeline = run.source.learner, run.source.producer.pipeline
         learner.learn({"entropy": 1.0})
         moved = dataclasses.replace(run.state, params=jax.tree.map(lambda x: 1.05 * x, run.state.params))

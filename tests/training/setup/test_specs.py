@@ -8,6 +8,7 @@ import jaxrl_llm
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.training.logging.step_log import merge
 from jaxrl_llm.training.moments import updates_made
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.mesh import build_mesh
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.setup.specs import critic_optimizer_spec, optimizer_spec
@@ -52,7 +53,7 @@ def test_the_critics_own_passes_rate_and_sizes(minibatches, made, rates, tmp_pat
     rows = [{"prompt": "sort:312=", "answer": "123"}] * 4
     mesh = build_mesh(config)
     with jax.set_mesh(mesh):
-        run = build(config, mesh, rows)
+        run = build(config, mesh, Given(rows))
         state, updates = run.state, []
         for step in (1, 2):
             key = jax.random.fold_in(jax.random.key(0), step)

@@ -21,6 +21,7 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model, save_hf
 from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.packing.planner import Packer
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.teachers.cross_tokenizer import CrossTokenizer, CrossTokenizerSpec
@@ -60,7 +61,7 @@ def first_batch(config, rows=None, eval_rows=None):
     with jax.set_mesh(MESH):
         rows = tasks.generate("sort", size=16) if rows is None else rows
         rewards = None if config.algorithm.name == "sft" else test_teacher.length
-        run = build(config, MESH, train_dataset=rows, eval_dataset=eval_rows, rewards=rewards)
+        run = build(config, MESH, Given(train_dataset=rows, eval_dataset=eval_rows, rewards=rewards))
         experience = run.source.next(run.state, jax.random.key(1))
         held_out = None if eval_rows is None else run.evaluation(run.state.params, jax.random.key(0))
         updates = improve(run, run.state, experience.batch)[1]
@@ -270,7 +271,7 @@ def test_samples_and_given_rows_by_turns_with_adapters(teacher):
     }
     config = config_of(teacher, rewards__functions=(), **settings)
     with jax.set_mesh(MESH):
-        run = build(config, MESH, train_dataset=tasks.generate("sort_demos", size=32))
+        run = build(config, MESH, Given(train_dataset=tasks.generate("sort_demos", size=32)))
         kinds, state = set(), run.state
         for step in range(6):
             experience = run.source.next(merge_frozen(state, run.frozen), jax.random.key(step))

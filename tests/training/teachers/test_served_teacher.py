@@ -14,6 +14,7 @@ from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.teachers.served_teacher import ServedTeacher, Server, TeacherError
 from jaxrl_llm.training.teachers.teacher import TeacherSpec
@@ -195,11 +196,11 @@ def test_a_further_teacher_behind_a_server():
         with serving(sure) as (url, bodies):
             config.teacher.others = (f"b=server(url={url!r}, model='m')",)
             validate(config)
-            run = build(config, MESH, train_dataset=rows)
+            run = build(config, MESH, Given(train_dataset=rows))
             rated = np.abs(np.asarray(run.source.next(run.state, jax.random.key(1)).batch.advantages)).sum(axis=1)
         assert len(bodies) == 2 and rated[:2].max() < 1e-3 < rated[2:].min()
         with pytest.raises(TeacherError, match=f"^teacher.others, b: {url}/completions did not answer within 120 sec"):
             run.source.next(run.state, jax.random.key(2))
         config.teacher.others = (f"b=server(url={url!r})",)
         with pytest.raises(ConfigError, match=r"^teacher\.others, b = .*missing 1 required .* 'model'; write server"):
-            build(config, MESH, train_dataset=rows)
+            build(config, MESH, Given(train_dataset=rows))

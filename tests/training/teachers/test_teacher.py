@@ -15,6 +15,7 @@ from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model, save_hf
 from jaxrl_llm.tools.plan.shapes import describe
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.setup.specs import old_logps_of
 from jaxrl_llm.training.step import improve
@@ -54,7 +55,7 @@ def length(completions, **kwargs):
 def first_batch(config, rewards=length, update=False):
     """The batch of the first step, its metrics, and, where it is learned from, those of the update."""
     with jax.set_mesh(MESH):
-        run = build(config, MESH, train_dataset=tasks.generate("sort", size=16), rewards=rewards)
+        run = build(config, MESH, Given(train_dataset=tasks.generate("sort", size=16), rewards=rewards))
         experience = run.source.next(run.state, jax.random.key(1))
         updates = improve(run, run.state, experience.batch)[1] if update else None
     return experience.batch, jax.device_get(experience.metrics), updates
@@ -254,7 +255,7 @@ def test_given_rows_are_learned_from_by_the_teachers_distributions(teacher, pack
     config = config_of(teacher, **settings, data__max_length=64, eval__every=0)
     rows = tasks.generate("sort_demos", size=16)
     with jax.set_mesh(MESH):
-        run = build(config, MESH, train_dataset=rows, eval_dataset=rows[:6])
+        run = build(config, MESH, Given(train_dataset=rows, eval_dataset=rows[:6]))
         experience = run.source.next(run.state, jax.random.key(1))
         assert run.evaluation is not None
         held_out = run.evaluation(run.state.params, jax.random.key(0))
@@ -278,7 +279,7 @@ def test_samples_and_given_rows_by_turns(packing):
     texts = {row["prompt"] + row["completion"] for row in rows}
 
     def source_and_state():
-        run = build(config, MESH, train_dataset=rows, rewards=length)
+        run = build(config, MESH, Given(train_dataset=rows, rewards=length))
         return run, run.source, run.state
 
     def given(batch):
@@ -320,7 +321,7 @@ def test_a_teacher_for_some_rows(teacher, packing, column):
     settings |= {} if column == "teacher" else {"teacher__column": column}
     config = config_of("embedded:sort", teacher__others=(f"b={teacher}",), **settings)
     with jax.set_mesh(MESH):
-        run = build(config, MESH, train_dataset=rows, rewards=length)
+        run = build(config, MESH, Given(train_dataset=rows, rewards=length))
         batch = run.source.next(run.state, jax.random.key(1)).batch
     mask, of_b = np.asarray(batch.mask) > 0, np.repeat([False, True, False, False], 4)[:, None]
     expected = np.where(of_b, logps_by(teacher, batch) - logps_by("embedded:sort", batch), 0.0)
@@ -338,7 +339,7 @@ def test_a_revision_is_of_the_first_teacher_alone(teacher, tmp_path, monkeypatch
     settings = {"teacher__revision": "v2", "teacher__others": (f"b={teacher}",), "teacher__dtype": "bfloat16"}
     config = config_of("me/teacher", **settings)
     with jax.set_mesh(MESH):
-        learner = build(config, MESH, train_dataset=tasks.generate("sort", size=4)).source.learner
+        learner = build(config, MESH, Given(train_dataset=tasks.generate("sort", size=4))).source.learner
         shapes = describe(config, MESH, "float32", True)
     ours, theirs = learner.teacher, learner.other_teachers["b"]
     jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
@@ -348,4 +349,4 @@ def test_a_revision_is_of_the_first_teacher_alone(teacher, tmp_path, monkeypatch
         assert types == {"bfloat16"}
     config.teacher.revision = "v3"
     with jax.set_mesh(MESH), pytest.raises(ConfigError, match="model path 'me/teacher', revision 'v3'"):
-        build(config, MESH, train_dataset=tasks.generate("sort", size=4))
+        build(config, MESH, Given(train_dataset=tasks.generate("sort", size=4)))

@@ -20,6 +20,7 @@ from jaxrl_llm.models.model import load_model
 from jaxrl_llm.rewards.runner import NOTHING_LOGGED
 from jaxrl_llm.training.objectives.distillation import DivergenceSpec, teacher_term
 from jaxrl_llm.training.objectives.objective import token_metrics, weigh
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.setup.specs import context_spec
 from jaxrl_llm.training.step import improve
@@ -60,7 +61,7 @@ def first_batch(config, rewards=odd, rows=None, update=False):
     """The run, the experience of its first step, and, where it is learned from, the metrics of its update."""
     with jax.set_mesh(MESH):
         rows = tasks.generate("sort", size=16) if rows is None else rows
-        run = build(config, MESH, train_dataset=rows, rewards=rewards)
+        run = build(config, MESH, Given(train_dataset=rows, rewards=rewards))
         experience = run.source.next(run.state, jax.random.key(1))
         updates = improve(run, run.state, experience.batch)[1] if update else None
     return run, experience, updates
@@ -208,7 +209,7 @@ def test_the_policy_as_its_teacher_follows_it(path, moves):
     config = config_of(**SUCCESS, teacher__path=path)
 
     def learner_of():
-        return build(config, MESH, train_dataset=tasks.generate("sort", size=16), rewards=odd)
+        return build(config, MESH, Given(train_dataset=tasks.generate("sort", size=16), rewards=odd))
 
     with jax.set_mesh(MESH):
         run = learner_of()
