@@ -69,7 +69,7 @@ from jaxrl_llm.training.runtime.lock import RunLock
 from jaxrl_llm.training.runtime.moment import EVALUATE, SAVE
 from jaxrl_llm.training.runtime.preemption import Notices, Preempted
 from jaxrl_llm.training.runtime.profiler import Profiler, steps_here
-from jaxrl_llm.training.runtime.watchdog import Watchdog
+from jaxrl_llm.training.runtime.watchdog import UPLOAD, Watchdog
 from jaxrl_llm.training.setup.given import Given, take
 from jaxrl_llm.training.setup.mesh import build_mesh
 from jaxrl_llm.training.setup.records import checkpoint_folder, health_spec, keep_of, logging_spec, peak_of
@@ -161,8 +161,10 @@ def train(
 
         def write_model() -> None:
             written = export_step(folder, step, *finished_models(run, state), config.checkpoint.keep)
-            if problem := push_step(config, written, step):
-                log.warn([problem])
+            if config.export.strategy == "every_save":
+                with stopwatch(UPLOAD), processes.all_or_none():
+                    problem = push_step(config, written, step)
+                log.warn([problem] if problem else [])
 
         def let_go(failed: object, *_: object) -> None:
             nonlocal run, state
@@ -248,10 +250,11 @@ def train(
         earlier = processes.gather(logger.earlier() or None)[0] or []  # before what may fail in one process alone
         hooks("on_end", step, log.newest, lambda: trained)
         logger.finish(stopwatch.totals, checkpoints.outcome())
-        try:
-            copy_run(config)
-        finally:  # the one may fail, and the other not
-            push_run(config)
+        with stopwatch(UPLOAD):
+            try:
+                copy_run(config)
+            finally:  # the one may fail, and the other not
+                push_run(config)
     return Result(trained, [*earlier, *log.history], folder)
 
 

@@ -130,12 +130,12 @@ def push_run(config: ConfigDict) -> None:
 
 
 def push_step(config: ConfigDict, folder: Path, step: int) -> str | None:
-    """Push the model of a step, where `export.strategy` asks for it; returns the error in words, None without one.
+    """Push the model of a step, from the first process; returns the error in words, None without one.
 
     The run goes on all the same: its model is in `folder`, and a later push takes the place of this one.
     """
     export = config.export
-    if export.strategy != "every_save" or jax.process_index():
+    if jax.process_index():
         return None
     try:
         push(folder, export.push_to_hub, export.private, export.overwrite, f"Step {step}")

@@ -19,12 +19,14 @@ from jaxrl_llm.distributed import processes
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 
 EXIT_CODE = 1
+UPLOAD = "upload"  # the phase that may take any time: hours of a large model, and what sends it has limits of its own
 STDERR = 2  # the file descriptor: sys.stderr may have been replaced
 MARGIN = 10.0  # seconds by which the timer in C, which cannot name the phase, comes later
 
 
 class Watchdog:
-    """A context manager that ends the process when a phase of `watch` takes more than `seconds`; 0 turns it off.
+    """A context manager that ends the process when a phase of `watch` other than UPLOAD takes more than `seconds`; 0
+    turns it off.
 
     Stacks go to `folder/stacks.txt` (`stacks_<process>.txt` on processes after the first, `stacks_sampler_<number>.txt`
     on those that only sample) and to standard error. Should the hang hold the interpreter's lock (a regular expression
@@ -58,7 +60,7 @@ class Watchdog:
         while not self._finished.wait(pause):
             # Set anew each time: it fires only when this thread no longer runs.
             faulthandler.dump_traceback_later(self._seconds + MARGIN, exit=True, file=STDERR)
-            if time.monotonic() - self._watch.changed > self._seconds:
+            if self._watch.phases[-1:] != [UPLOAD] and time.monotonic() - self._watch.changed > self._seconds:
                 self._end()
 
     def _end(self) -> None:
