@@ -32,21 +32,24 @@ from jaxrl_llm.training.update import optimizer_shapes
 
 
 def device_memory(mesh: Mesh) -> float:
-    """The memory of the mesh's devices in bytes; infinite where they do not tell."""
-    devices = mesh.devices.flat
+    """The memory of the mesh's devices in bytes, as if all processes had what this one has; infinite where they do not
+    tell."""
+    devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     if devices[0].platform == "cpu":  # they share that of their machine
-        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) * jax.process_count()
-    limits = [(device.memory_stats() or {}).get("bytes_limit", math.inf) for device in jax.local_devices()]
-    return float(sum(limits)) * jax.process_count()
+        here = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    else:
+        here = float(sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in devices))
+    return here * mesh.devices.size / len(devices)
 
 
-def check_memory(config, model: Model, engine: Engine, width: int, mesh: Mesh) -> None:
-    """Raises ConfigError where one row's keys and values, or the tokens of all rows, exceed the devices' memory.
+def check_memory(config, model: Model, engine: Engine, width: int, mesh: Mesh, shares: int) -> None:
+    """Raises ConfigError where one row's keys and values, or the tokens of all rows, exceed the memory of `mesh`, which
+    has one of so many equal `shares` of them.
 
     A bound from below, by far: it is for lengths that can be nothing but mistakes.
     """
     net, length = model.net.config, width + engine.max_completion_length
-    rows = (config.batch.prompts + config.rollout.partial_prompts) * engine.group_size
+    rows = (config.batch.prompts + config.rollout.partial_prompts) * engine.group_size // shares
     layers = sum(kind.window is None and kind.mixer is Attention for kind in net.layer_configs)
     needed = 2 * layers * net.kv_heads * net.head_dim * length + 4 * rows * length  # bytes, of a byte a number
     if needed > (memory := device_memory(mesh)):

@@ -97,10 +97,10 @@ def build_worker(
         f"{longest} of {cause}, and rollout.max_completion_length = {c.max_completion_length}",
     )
     width = limit if examples is None else specs.padded_width(longest, limit)
-    check_memory(config, model, engine, width, mesh)
+    check_memory(config, model, engine, width, mesh, shares)
     if c.memory_fraction is not None:
-        memory = device_memory(engine_mesh) / shares
         prompts = (config.batch.prompts + c.partial_prompts) // shares if at_once is None else at_once
+        memory = device_memory(engine_mesh)
         engine = with_fitting_slots(engine, model.params, c.memory_fraction, memory, prompts, width, engine_mesh)
     function = load_rollout_function(config.environment.rollout_func)
     options = specs.data_spec(config).template_kwargs

@@ -5,6 +5,7 @@ import dataclasses
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 import jaxrl_llm
@@ -99,6 +100,22 @@ def test_a_run_within_a_share_of_the_memory(root, tmp_path, monkeypatch, tiny_ru
     assert used[-1].slots == 9
     for name in ("loss", "reward", "grad_norm", "completions/mean_length"):
         assert found[name] == before[name]
+
+
+def test_the_memory_is_that_of_the_devices_of_a_mesh():
+    """Not of the process's others, which train; of other processes, which do not tell, as much as of this one."""
+
+    def mesh_of(*of_processes: int):
+        devices = [
+            SimpleNamespace(platform="gpu", process_index=index, memory_stats=lambda: {"bytes_limit": 100})
+            for index in of_processes
+        ]
+        return SimpleNamespace(devices=np.array(devices, object).reshape(1, -1))
+
+    assert memory.device_memory(mesh_of(0, 0)) == 200  # pyright: ignore
+    assert memory.device_memory(mesh_of(0, 0, 1, 1)) == 400  # pyright: ignore
+    machine = memory.device_memory(make_mesh(devices=jax.devices()[:1]))
+    assert memory.device_memory(make_mesh(devices=jax.devices()[:2])) == machine
 
 
 def test_evaluations_count_the_prompts_that_they_sample_at_once(model, monkeypatch):
