@@ -1,6 +1,7 @@
 """What samples, built from a configuration and a model: the rollout worker, and the environments that it plays."""
 
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -168,7 +169,8 @@ def external_rollout(setup: Setup, function: Callable[..., Any], engine: Engine,
 
     def policy_logps(params: Params, inputs: Inputs):
         params, temperature = on_device(params), specs.training_sampling(config).logps_temperature
-        return scored_logps(engine.net, params, inputs, temperature, len(inputs.tokens), row_shards(mesh))
+        rows = math.gcd(specs.batch_spec(config).forward_rows, len(inputs.tokens))  # of evaluations there are others
+        return scored_logps(engine.net, params, inputs, temperature, rows, row_shards(mesh))
 
     def save(params: Params, path: str, dtype: str = "", full_every: int = 1, full: bool = False) -> str:
         policy = replace(model, params=params)

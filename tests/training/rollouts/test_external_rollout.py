@@ -26,6 +26,7 @@ from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.serving.bodies import parse
 from jaxrl_llm.training.rollouts.external_rollout import ExternalRollout, load_rollout_function
 from jaxrl_llm.training.rollouts.rollout_trainer import RolloutTrainer, TokenizerWithoutTorch
+from jaxrl_llm.training.setup import worker
 from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.run import build
 from tests.models.decoding import trainer_logps
@@ -136,6 +137,19 @@ def test_texts_get_the_log_probs_of_the_policy(model, rollout):
     assert model.tokenizer.decode(made.tokens[0, WIDTH : WIDTH + 5]) == "1248<|end|>"
     np.testing.assert_allclose(made.sample_logps, policy_logps(model, made), atol=1e-5)
     assert made.sample_logps[0].sum() > made.sample_logps[1].sum()  # the right answer is likelier
+
+
+def test_log_probs_are_computed_a_micro_batch_at_a_time(model, monkeypatch):
+    """Those that a function does not return; an evaluation may have a number of rows that they do not divide."""
+    config, asked, mesh = default(), [], make_mesh(devices=jax.devices()[:1])
+    config.batch.prompts, config.rollout.group_size, config.batch.microbatch_rows = 4, 2, 4
+    monkeypatch.setattr(worker, "scored_logps", lambda *arguments: asked.append(arguments[4]))
+    setup = worker.Setup(config, mesh, model, None, None, None)
+    external = worker.external_rollout(setup, print, types.SimpleNamespace(net=model.net), WIDTH)
+    for rows in (8, 6):
+        tokens = np.zeros((rows, WIDTH + C), np.int32)
+        external.policy_logps(model.params, Inputs(tokens, tokens))
+    assert asked == [4, 2]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
