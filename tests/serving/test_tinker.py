@@ -324,6 +324,7 @@ def test_bodies_that_the_sdk_never_sends_are_refused_by_name(training):
         (post("asample", **base, sampling_params=[1]).json(), "sampling_params is [1]; it takes an object"),
         (post("asample", **base, sampling_params={"max_tokens": 0}).json(), "max_tokens"),
         (post("asample", **base, sampling_params={"seed": "1"}).json(), "seed is '1'; it takes a whole number"),
+        (post("asample", **base, prompt_logprobs_last_n=-1).json(), "prompt_logprobs_last_n is -1; this server"),
     ):
         told = post("retrieve_future", request_id=asked["request_id"]).json()
         assert message in told["error"] and told["category"] == "user", told

@@ -129,9 +129,7 @@ def gradient_request(message: Any) -> GradientRequest:
     options: dict[str, Any] = {entry.key: entry.value for entry in message.loss_fn_config}
     for entry in message.loss_fn_config_v2:
         options[entry.key] = entry.value.text or entry.value.number
-    return GradientRequest(
-        data, message.loss_fn, options, message.forward_only
-    )  # fmt: skip
+    return GradientRequest(data, message.loss_fn, options, message.forward_only)
 
 
 def gradient_request_of_json(body: Mapping[str, Any], forward_only: bool) -> GradientRequest:
@@ -266,7 +264,7 @@ class Likeliest:
             ids[place, : len(own)], logps[place, : len(own)] = own, numbers
         return _message("TopkLogprobs")(
             token_ids=ids.tobytes(), logprobs=logps.tobytes(), k=self.count, length=len(ids)
-        )  # fmt: skip
+        )
 
     def json(self) -> list[list[tuple[int, float]] | None]:
         """Pairs of id and log-prob."""

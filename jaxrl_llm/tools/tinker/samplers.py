@@ -279,6 +279,7 @@ def checked(body: Mapping[str, Any], longest: int) -> dict[str, Any]:
         ("num_samples", whole(body, "num_samples", 1), 1, MOST_SAMPLES),
         ("topk_sample_logprobs", top, 0, MOST_TOP),
         ("topk_prompt_logprobs", of_prompt, 0, MOST_PROMPT_TOP),
+        ("prompt_logprobs_last_n", whole(body, "prompt_logprobs_last_n", 0), 0, 2**31 - 1),
     ):
         if not least <= value <= most:
             raise BadRequestError(f"{name} is {value}; this server takes {least} to {most}")

@@ -158,9 +158,7 @@ class Gradients:
         else:
             if self.sums is None:
                 self.sums = _zeros(run.weights)
-            self.sums, loss, logps = _added(
-                *work, run.model.params, run.weights, self.sums, micro.arrays, self.options
-            )  # fmt: skip
+            self.sums, loss, logps = _added(*work, run.model.params, run.weights, self.sums, micro.arrays, self.options)
         losses, logps = np.asarray(loss), np.asarray(logps)
         for place, (row, length) in enumerate(zip(micro.rows, micro.lengths, strict=True)):
             own = {"logprobs": logps[place, :length]}
