@@ -341,6 +341,12 @@ def _start(
             f"all {config.total_steps} steps of the run in {folder} are done; nothing is trained: raise total_steps, "
             "or set another output_dir or checkpoint.resume=never to train anew"
         )
+    elif resumed is not None and int(state.step) >= hooks.end:
+        warnings.append(
+            f"the callback {hooks.stopped} ended the run in {folder} at step {resumed} of {config.total_steps}; "
+            "nothing is trained: leave it out or give it other options to go on, or set another output_dir or "
+            "checkpoint.resume=never to train anew"
+        )
     log.warn([*lines, *warnings, *problems, *run.warnings])
     for note in run.notes:
         logger.note(note)

@@ -186,10 +186,14 @@ def test_stop_ends_as_a_last_step_does(asked, end, config, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_changed_callback_continues_the_run(config):
+def test_a_changed_callback_continues_the_run(config, capsys):
     config.callbacks = ("early_stopping(metric='loss', patience=1, min_delta=100)",)
-    first, again = jaxrl_llm.train(config).metrics, jaxrl_llm.train(config).metrics
-    assert again == first and first[-1]["step"] == 2
+    first = jaxrl_llm.train(config).metrics
+    assert "nothing is trained" not in "".join(capsys.readouterr())
+    assert jaxrl_llm.train(config).metrics == first and first[-1]["step"] == 2
+    told = "".join(capsys.readouterr())
+    assert "early_stopping(metric='loss', patience=1, min_delta=100) ended the run" in told
+    assert "at step 2 of" in told and "leave it out or give it other options to go on" in told
     config.callbacks = ("early_stopping(metric='loss', patience=2, min_delta=100)",)
     assert [line["step"] for line in jaxrl_llm.train(config).metrics[len(first) :]] == [3, 4]
 
