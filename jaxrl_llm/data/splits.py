@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 # `datasets` logs the errors that it raises; what `reading` makes of them is told once.
-logging.getLogger("datasets.packaged_modules.json.json").addFilter(lambda record: record.levelno < logging.ERROR)
+for _reader in ("json.json", "csv.csv"):
+    logging.getLogger(f"datasets.packaged_modules.{_reader}").addFilter(lambda record: record.levelno < logging.ERROR)
 
 
 class SplitError(ConfigError):

@@ -34,14 +34,16 @@ def test_reading_leaves_the_console_alone(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "bad.json").write_text('{"a": 1}\n{nonsense')
+    (tmp_path / "bad.csv").write_text("a,b\n1,2\n1,2,3\n")
     logged, handler = [], logging.Handler()
     handler.emit = logged.append
     logger = logging.getLogger("datasets")
     logger.addHandler(handler)
     try:
         assert list(load("rows.jsonl")) == ROWS
-        with pytest.raises(ConfigError, match=r"cannot load bad.json"):
-            load("bad.json")
+        for name in ("bad.json", "bad.csv"):
+            with pytest.raises(ConfigError, match=f"cannot load {name}"):
+                load(name)
     finally:
         logger.removeHandler(handler)
     assert capsys.readouterr().err == "" and not logged and datasets.is_progress_bar_enabled()
