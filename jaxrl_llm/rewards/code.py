@@ -188,16 +188,16 @@ def _parse(row: int, tests: Any, name: str | None = None) -> list[Any]:
                 "the name of the function in the column entry_point"
             )
         return [f"{tests}\n\ncheck({name})\n"]
-    # One mapping, whose keys CodeContests has without an s.
-    inputs, outputs = (tests.get(f"{key}s", tests.get(key)) if isinstance(tests, dict) else None for key in KEYS)
-    if isinstance(inputs, (list, tuple)) and isinstance(outputs, (list, tuple)) and len(inputs) == len(outputs):
-        tests = [{**tests, "input": given, "output": result} for given, result in zip(inputs, outputs, strict=True)]
+    if isinstance(tests, dict):
+        inputs, outputs = (tests.get(f"{key}s", tests.get(key)) for key in KEYS)  # without the s in CodeContests
+        if isinstance(inputs, (list, tuple)) and isinstance(outputs, (list, tuple)) and len(inputs) == len(outputs):
+            tests = [{**tests, "input": given, "output": result} for given, result in zip(inputs, outputs, strict=True)]
     if isinstance(tests, (list, tuple)) and tests:
         if all(isinstance(test, str) for test in tests):
             return list(tests)
         if all(isinstance(test, dict) and test.keys() >= set(KEYS) for test in tests):
             of_calls = [test.get("fn_name") or test.get("testtype") == "functional" for test in tests]
-            names = [test.get("fn_name") or name for test in tests]
+            names = [test.get("fn_name") or name or "" for test in tests]
             if not any(of_calls):
                 return [(_as_text(test["input"]), _as_text(test["output"])) for test in tests]
             if all(of_calls) and all(names):
