@@ -326,8 +326,9 @@ difference.
   counted from the start of a document, where transformers counts them from the start of a row: padding on the left
   changes what it computes, and nothing here. Longer rows need a mask for each head, which `flash` and `splash` refuse;
   rows of a group share no prefix (`batch.packing`). Training keeps the indexer as it is.
-- Weights in fp8 with a scale for each block of numbers (`weight_block_size`, DeepSeek-V3 and Qwen3's FP8 folders) or
-  for each matrix (Ministral 3), and gpt-oss' experts in MXFP4, are read as numbers and exported as such.
+- Weights in fp8 with a scale for each block of numbers (`weight_block_size`, DeepSeek-V3 and Qwen3's FP8 folders, and
+  MXFP8, MiniMax-M3's) or for each matrix (Ministral 3), and gpt-oss' experts in MXFP4, are read as numbers and exported
+  as such.
 - So are matrices that bitsandbytes has quantised (`unsloth/...-bnb-4bit`): nf4 and fp4, with double quantisation or
   without, and int8. With `model.quantize=nf4` those of nf4 keep every number, but where no number of a block is its
   largest.

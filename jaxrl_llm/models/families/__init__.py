@@ -8,14 +8,13 @@ names of tensors that files may have and that are not read, and UNREAD how the n
 `CHAT_TEMPLATE` is that of tokenizers that have none, where the family has one of its own.
 """
 
-import contextlib
 import dataclasses
 import importlib
 from types import ModuleType
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.families.decoder import settings
+from jaxrl_llm.models.families.decoder import describing
 from jaxrl_llm.models.families.entries import check_kinds
 from jaxrl_llm.models.model_config import ModelConfig
 
@@ -90,10 +89,8 @@ def family_of(hf: dict[str, Any]) -> ModuleType:
 
 def family_for(config: ModelConfig) -> ModuleType:
     """The first family whose config.json describes a net of this shape; raises ConfigError where none does."""
-    for module in FAMILIES.values():
-        with contextlib.suppress(ConfigError):  # a family does not describe what it refuses
-            if module.to_config(module.from_config(config, None), **settings(config)) == config:
-                return module
+    if (module := describing(FAMILIES.values(), config)) is not None:
+        return module
     plain = {field.name: field.default for field in dataclasses.fields(config)}
     parts = [f"{name}={value!r}" for name, default in plain.items() if (value := getattr(config, name)) != default]
     raise ConfigError(f"no family of {', '.join(FAMILIES)} describes a model with {', '.join(parts)} together.")

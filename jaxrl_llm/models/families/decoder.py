@@ -4,8 +4,10 @@ Every family is a decoder with rotary positions and gated feed-forward layers; a
 additions. Files of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`) read alike.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigError
@@ -151,6 +153,15 @@ def settings(config: ModelConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in SETTINGS}
 
 
+def describing(families: Iterable[ModuleType], config: ModelConfig) -> ModuleType | None:
+    """The first of the families whose config.json describes a net of this shape, None where none does."""
+    for module in families:
+        with contextlib.suppress(ConfigError):  # a family does not describe what it refuses
+            if module.to_config(module.from_config(config, None), **settings(config)) == config:
+                return module
+    return None
+
+
 def attention_biases(hf: dict[str, Any]) -> dict[str, bool]:
     """The ModelConfig fields where `attention_bias` is of queries, keys and values, and of the output too."""
     bias = bool(hf.get("attention_bias", False))
@@ -173,8 +184,8 @@ def to_config(
     Raises ConfigError for an entry that is missing or that the network does not compute, and an unknown override.
     """
     if hf.get("quantization_config") and not bitsandbytes.is_stored(hf) and block_fp8.block_of(hf) is None:
-        supported = "bitsandbytes, fp8 in blocks, and unquantized float32, bfloat16 and float16 weights"
-        refuse("quantization_config", hf["quantization_config"], supported)
+        supported = "bitsandbytes, fp8 and mxfp8, and unquantized float32, bfloat16 and float16 weights"
+        refuse("quant_method of quantization_config", hf["quantization_config"].get("quant_method"), supported)
     if hf.get("use_bidirectional_attention"):
         refuse("use_bidirectional_attention", hf["use_bidirectional_attention"], "causal attention (null)")
     sizes = {field: positive(hf, entry) for field, entry in SIZES.items()}

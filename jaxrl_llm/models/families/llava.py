@@ -3,13 +3,11 @@
 Their tensors have LLaVA's names, on the hub and in the classes of transformers.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.families import decoder, siglip
 from jaxrl_llm.models.families.decoder import TensorName
 from jaxrl_llm.models.families.entries import refuse
@@ -113,7 +111,10 @@ def entries_of(
     assert config.vision is not None
     base = base or {}
     given = base.get("text_config")
-    family = _family_for(config, families) if given is None else text_of(base, families)[0]
+    plain = dataclasses.replace(config, vision=None)
+    family = decoder.describing(families.values(), plain) if given is None else text_of(base, families)[0]
+    if family is None:
+        refuse("text_config", None, f"decoders that are a {' or '.join(families)} model")
     given = None if given is None else (sizes or {}).get(family.MODEL_TYPE, {}) | given
     text = family.from_config(config, given)
     # Of these the whole model's are read, and its decoder's stay as they are.
@@ -122,13 +123,3 @@ def entries_of(
     text |= {name: x for name, x in (given or {}).items() if name in (*SHARED, "architectures")}
     name = decoder.architectures(architecture)[config.head]
     return {**base, **shared, "architectures": [name], "text_config": text, token: config.vision.image_token, **own}
-
-
-def _family_for(config: ModelConfig, families: Mapping[str, ModuleType]) -> ModuleType:
-    """The first family that describes the decoder of a net."""
-    plain = dataclasses.replace(config, vision=None)
-    for family in families.values():
-        with contextlib.suppress(ConfigError):  # a family does not describe what it refuses
-            if family.to_config(family.from_config(plain, None), **decoder.settings(plain)) == plain:
-                return family
-    refuse("text_config", None, f"decoders that are a {' or '.join(families)} model")

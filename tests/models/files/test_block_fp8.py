@@ -65,24 +65,50 @@ def test_a_model_in_fp8_is_read_as_numbers(quantized, tmp_path):
     np.testing.assert_array_equal(load_model(tmp_path / "out")(tokens), model(tokens))
 
 
-def test_a_matrix_may_have_one_scale(tmp_path):
-    """As Ministral 3's have, beside scales of their inputs, which computing with numbers has no use for."""
-    make_oracle("ministral3").save_pretrained(tmp_path)
+@pytest.mark.parametrize("variant", ["ministral3", "minimax_m3_vl_text"])
+def test_a_matrix_may_have_one_scale(variant, tmp_path):
+    """As Ministral 3's have, and those of experts, beside scales of their inputs, which computing with numbers has no
+    use for."""
+    make_oracle(variant).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     plain = dict(tensors)
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        scale = tensors[name].abs().max() / 448
+    for name in [name for name in tensors if name.endswith(("_proj.weight", "_proj"))]:
+        dims = (1, 2) if tensors[name].ndim == 3 else (0, 1)
+        scale = tensors[name].abs().amax(dims, keepdim=True) / 448
         tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
         plain[name] = tensors[name].float() * scale
-        tensors |= {name + "_scale_inv": scale, name.replace("weight", "activation_scale"): torch.tensor(0.5)}
-    tokens = np.random.default_rng(0).integers(0, 97, (1, 9))
-    save_file(plain, tmp_path / "model.safetensors")
-    expected = np.asarray(load_model(tmp_path)(tokens))
-    save_file(tensors, tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text())
+        inputs = f"{name.removesuffix('weight')}{'' if name.endswith('weight') else '_'}activation_scale"
+        tensors |= {name + "_scale_inv": scale.squeeze() if dims == (0, 1) else scale, inputs: torch.tensor(0.5)}
+    expected = logits_of(tmp_path, plain)
     quantized = QUANTIZED | {"activation_scheme": "static", "weight_block_size": None}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
-    np.testing.assert_array_equal(load_model(tmp_path)(tokens), expected)
+    np.testing.assert_array_equal(logits_of(tmp_path, tensors, quantized), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block"), [(torch.uint8, {"weight_block_size": [1, 4]}), (torch.float8_e8m0fnu, {})], ids=["u8", "e8m0"]
+)
+def test_scales_may_be_exponents(dtype, block, tmp_path):
+    """MXFP8, as MiniMax-M3's experts and other matrices have it."""
+    make_oracle("minimax_m3_vl_text").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    plain = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("_proj.weight", "_proj"))]:
+        *lead, width = tensors[name].shape
+        scales = torch.randint(119, 124, (*lead, width // 4), dtype=torch.uint8)
+        tensors[name] = (tensors[name] / (scales.float() - 127).exp2().repeat_interleave(4, -1)).to(torch.float8_e4m3fn)
+        plain[name] = Fp8Dequantize(None)._dequantize_one(tensors[name], scales, torch.float32)
+        tensors[name + "_scale_inv"] = scales.view(dtype)
+    expected = logits_of(tmp_path, plain)
+    quantized = {"quant_method": "mxfp8", "activation_scheme": "dynamic", **block}
+    np.testing.assert_array_equal(logits_of(tmp_path, tensors, quantized), expected)
+
+
+def logits_of(folder, tensors, quantization=None):
+    """The logits of some tokens by these tensors in the place of those of a folder."""
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    return np.asarray(load_model(folder)(np.random.default_rng(0).integers(0, 97, (1, 9))))
 
 
 def test_any_slice_of_a_matrix(quantized):
@@ -103,7 +129,7 @@ def test_any_slice_of_a_matrix(quantized):
     ("changed", "message"),
     [
         ({"weight_block_size": [128]}, r"weight_block_size = \[128\] is not supported; supported: two integers from 1"),
-        ({"quant_method": "compressed-tensors"}, "quantization_config = .* fp8 in blocks, and unquantized"),
+        ({"quant_method": "compressed-tensors"}, "quant_method .* = 'compressed-tensors' .* fp8 and mxfp8, and"),
     ],
 )
 def test_other_fp8_is_refused(quantized, tmp_path, changed, message):
@@ -119,4 +145,14 @@ def test_numbers_without_their_scales_are_refused(quantized, tmp_path):
     save_file({key: x for key, x in tensors.items() if key != name + "_scale_inv"}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ConfigError, match=f"tensor {name} has dtype F8_E4M3, supported are"):
+        load_model(tmp_path)
+
+
+def test_scales_of_other_blocks_are_refused(quantized, tmp_path):
+    folder, _, tensors = quantized
+    name = next(name for name in tensors if name + "_scale_inv" in tensors and len(tensors[name]) == 32)
+    cut = tensors[name + "_scale_inv"][:-1].contiguous()
+    save_file(tensors | {name + "_scale_inv": cut}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ConfigError, match=rf"{name} of shape .* has scales {name}_scale_inv .*: \[8, 8\]"):
         load_model(tmp_path)

@@ -253,6 +253,7 @@ CONFIG_FAULTS = {
         {"model_type": "kimi_linear", "architectures": None, "mla_use_nope": False},
         "mla_use_nope = False is not supported; supported: True",
     ),
+    "further layers of no kind": ({"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers = '1' .* an integer"),
     "no number of experts": ({"model_type": "qwen3_moe", "architectures": None}, "no entry num_experts"),
     "rope of no kind": ({"rope_parameters": 2.5}, "rope_parameters = 2.5 is not supported; supported: an object"),
     "rope of a layer": (
@@ -266,7 +267,7 @@ CONFIG_FAULTS = {
         {"model_type": ["llama"]},
         r"model_type = \['llama'\] is not supported; supported: a text",
     ),
-    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = .*gptq"),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quant_method of quantization_config = 'gptq'"),
     "architecture": (
         {"architectures": ["LlamaForQuestionAnswering"]},
         "LlamaForQuestionAnswering.*LlamaForCausalLM",
@@ -435,9 +436,10 @@ def test_damaged_shards_are_named(copy):
     shutil.copy(shards[1], shards[0])
     with pytest.raises(ConfigError, match=r"index\.json names tensors that no file holds: .*embed_tokens"):
         hf.load(copy)
-    (copy / "model.safetensors.index.json").write_text('{"metadata": {}}')
-    with pytest.raises(ConfigError, match=r"index\.json has no weight_map"):
-        hf.load(copy)
+    for text in ('{"metadata": {}}', '{"weight_map": {"model.norm.weight": 1}}'):
+        (copy / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"index\.json has no weight_map"):
+            hf.load(copy)
 
 
 def test_a_file_of_all_tensors_goes_before_an_index(copy):
@@ -584,8 +586,8 @@ def test_a_net_that_no_family_can_hold_is_refused(llama_folder, tmp_path):
         name: getattr(config, name)
         for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "ffn")
     }
-    net = Net(ModelConfig(**fields, qk_norm=True, mlp_bias=True))
-    with pytest.raises(ConfigError, match=r"no family of llama, .* with .*mlp_bias=True, qk_norm=True together"):
+    net = Net(ModelConfig(**fields, qk_norm="head", mlp_bias=True))
+    with pytest.raises(ConfigError, match=r"no family of llama, .* with .*mlp_bias=True, qk_norm='head' together"):
         hf.save(net, {}, tmp_path / "out")
     net = Net(ModelConfig(**fields, attention_bias=True))
     with pytest.raises(ConfigError, match=r"a llama config\.json cannot describe this model"):
