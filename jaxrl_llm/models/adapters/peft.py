@@ -50,6 +50,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": (None, "none"),
     "use_qalora": (None, False),
     "use_bdlora": (None, False),
+    **dict.fromkeys(("arrow_config", "kasa_config", "monteclora_config", "velora_config"), (None,)),
     "alora_invocation_tokens": (None, []),
     "trainable_token_indices": (None, []),
     # Others (pissa, olora, loftq, ...) change the base model too, unless PEFT converted them as it saved them.

@@ -24,6 +24,7 @@ KINDS = {
     ),
     (int, "an integer"): (
         "first_k_dense_replace", "decoder_sparse_step", "moe_layer_start_index", "moe_layer_end_index",
+        "num_nextn_predict_layers",
     ),
 }  # fmt: skip
 OF_TEXTS = ("architectures", "layer_types", "mlp_layer_types", "layers_block_type")  # lists of them

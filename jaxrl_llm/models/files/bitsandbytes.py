@@ -10,6 +10,7 @@ Of 8 bits (arXiv 2208.07339), `x` are integers, and the largest number of each r
 """
 
 import json
+import math
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +35,17 @@ class Matrices:
                 f"tensor {name} has codes of 4 bits in {self.codes.get_dtype()} (bnb_4bit_quant_storage), but uint8, "
                 "the default there, is what is read: save the model with it"
             )
+        count = math.prod(state["shape"])
+        blocks = -(-count // state["blocksize"])
+        sizes = {"": -(-count // 2), ".absmax": blocks, ".quant_map": 16}
+        if "nested_blocksize" in state:
+            sizes |= {".nested_absmax": -(-blocks // state["nested_blocksize"]), ".nested_quant_map": 256}
+        for end, size in sizes.items():
+            if (found := math.prod(where[name + end].get_slice(name + end).get_shape())) != size:
+                raise ConfigError(
+                    f"tensor {name + end} has {found} numbers, but a matrix of shape {state['shape']} needs {size}: "
+                    "the file is damaged"
+                )
 
     def _part(self, end: str) -> np.ndarray:
         return self.where[self.name + end].get_tensor(self.name + end)
@@ -101,13 +113,17 @@ def is_stored(hf: dict[str, Any]) -> bool:
 def with_matrices(where: dict[str, Any]) -> dict[str, Any]:
     """The files of tensors by name, with matrices in the place of codes, scales and what else belongs to them.
 
-    Raises ConfigError where one of these is missing, and for codes of 4 bits in another type than bytes.
+    Raises ConfigError where one of these is missing or of another size, and for codes of 4 bits in another type than
+    bytes.
     """
     found = dict(where)
     for name in where:
         matrix, is_state, _ = name.partition(STATE)
         if is_state:
-            state = json.loads(bytes(where[name].get_tensor(name)))
+            try:
+                state = json.loads(bytes(where[name].get_tensor(name)))
+            except ValueError as error:
+                raise ConfigError(f"tensor {name} is no JSON: the file is damaged ({error})") from error
             parts = [matrix + end for end in PARTS[: None if "nested_blocksize" in state else 2]]
             if missing := [part for part in (matrix, *parts) if part not in where]:
                 raise ConfigError(f"the model lacks tensors that belong to {matrix}: {', '.join(missing)}")

@@ -9,6 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxrl_llm.config import ConfigError
+
 BLOCK = 32  # numbers of one scale
 SUFFIXES = ("_blocks", "_scales")
 FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], np.float32)
@@ -46,11 +48,21 @@ class Matrices:
 
 
 def with_matrices(where: dict[str, Any]) -> dict[str, Any]:
-    """The files of tensors by name, with matrices in the place of each pair of blocks and scales."""
+    """The files of tensors by name, with matrices in the place of each pair of blocks and scales.
+
+    Raises ConfigError for a pair whose shapes do not belong together.
+    """
     found = dict(where)
     blocks, scales = SUFFIXES
     for name in where:
         matrix = name.removesuffix(blocks)
         if name.endswith(blocks) and matrix + scales in where:
-            found[matrix] = Matrices(*(found.pop(part).get_slice(part) for part in (name, matrix + scales)))
+            own = [found.pop(part).get_slice(part) for part in (name, matrix + scales)]
+            shape, of_scales = (tuple(part.get_shape()) for part in own)
+            if len(shape) != 4 or shape[:-1] != of_scales or shape[-1] != BLOCK // 2:
+                raise ConfigError(
+                    f"tensor {name} has shape {shape} and {matrix}{scales} {of_scales}, but MXFP4 has {BLOCK // 2} "
+                    "bytes for each scale: the file is damaged"
+                )
+            found[matrix] = Matrices(*own)
     return found

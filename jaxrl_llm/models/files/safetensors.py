@@ -183,9 +183,10 @@ class Files:
         single, index_name, open_file = present[0]
         # A file of all goes before an index, as in transformers: that may be of shards that were here before.
         index = None if (folder / single).is_file() else read_json(folder / index_name)
-        if index is not None and not isinstance(index.get("weight_map"), dict):
-            raise ConfigError(f"{folder / index_name} has no weight_map: it names no tensors")
-        names = sorted(set(index["weight_map"].values())) if index is not None else [single]
+        named = {} if index is None else index.get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+            raise ConfigError(f"{folder / index_name} has no weight_map that names the file of each tensor")
+        names = sorted(set(named.values())) if index is not None else [single]
         self.where: dict[str, Any] = {}
         files: dict[str, Path] = {}
         for name in names:
@@ -195,7 +196,7 @@ class Files:
         held = set(self.where)
         stored = bitsandbytes.with_matrices(mxfp4.with_matrices(self.where))
         self.where = block_fp8.with_matrices(stored, files, block)
-        if index is not None and (lost := sorted(set(index["weight_map"]) - held)):
+        if lost := sorted(set(named) - held):
             raise ConfigError(f"{folder / index_name} names tensors that no file holds: {some(lost)}.")
 
     def _advice(self, allow_pickle: bool) -> str:
@@ -284,7 +285,7 @@ class Files:
             return None
         head, embed = (self.where[name].get_slice(name) for name in (heads[0], embedding))
         rows = embed.get_shape()[0]
-        parts = [slice(start, min(start + ROWS, rows)) for start in range(0, rows, ROWS)]
+        parts = [np.s_[start : min(start + ROWS, rows), :] for start in range(0, rows, ROWS)]
         same = head.get_shape() == embed.get_shape() and all(np.array_equal(head[part], embed[part]) for part in parts)
         return None if same else heads[0]
 

@@ -380,6 +380,7 @@ FAULTS = {
     "dora": ({"use_dora": True}, "lacks tensors that the model needs: .*lora_magnitude_vector"),
     "ranks": ({"rank_pattern": {"o_proj": 8}}, r"o_proj.lora_A.weight has shape \(3, 32\), but .* need \(8, 32\)"),
     "pissa": ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
+    "kasa": ({"kasa_config": {"beta": 1e-4}}, "kasa_config = .* is not supported; supported: None. Merge the adapter"),
     "not lora": ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
     "rank": ({"r": 4}, r"o_proj.lora_A.weight has shape \(3, 32\), but .* r = 4 need \(4, 32\)"),
     "no rank": ({"r": 0}, "r = 0 is not the rank"),

@@ -123,6 +123,14 @@ def test_stored_again_in_nf4_every_number_stays():
     [
         (lambda x, name: x.pop(f"{name}.absmax"), "lacks tensors that belong to x.weight: x.weight.absmax"),
         (lambda x, name: x.update({name: x[name].view(torch.int8)}), r"x.weight has codes of 4 bits in I8 \(bnb_4bit"),
+        (
+            lambda x, name: x.update({f"{name}.absmax": x[f"{name}.absmax"][:2]}),
+            "x.weight.absmax has 2 numbers, .* needs 4",
+        ),
+        (
+            lambda x, name: x.update({f"{name}.quant_state.bitsandbytes__nf4": torch.zeros(9, dtype=torch.uint8)}),
+            "x.weight.quant_state.bitsandbytes__nf4 is no JSON: the file is damaged",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path, changed, message):

@@ -4,10 +4,14 @@ import json
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.files import mxfp4
 from jaxrl_llm.models.model import load_model, save_hf
 from jaxrl_llm.models.quantize import dequantize
 from tests.models.oracles import VARIANTS, make_oracle, oracle_logits
@@ -51,3 +55,11 @@ def test_a_model_in_mxfp4_is_read_as_numbers(tmp_path, monkeypatch):
     save_hf(model, tmp_path / "out")
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
     np.testing.assert_array_equal(load_model(tmp_path / "out")(tokens), model(tokens))
+
+
+def test_scales_of_another_shape_are_refused(tmp_path):
+    save_file(
+        {"x_blocks": np.zeros((2, 3, 1, 16), np.uint8), "x_scales": np.zeros((2, 3, 2), np.uint8)}, tmp_path / "x"
+    )
+    with safe_open(tmp_path / "x", "numpy") as file, pytest.raises(ConfigError, match="tensor x_blocks has shape"):
+        mxfp4.with_matrices(dict.fromkeys(file.keys(), file))
