@@ -114,7 +114,7 @@ def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
         activation=siglip.read_activation(entries),
         patch_bias=True,
         rotary_base=number("vision_config.rope_theta", rope.get("rope_theta", 10000.0), above=1),
-        rotary_pairs=True,
+        rotary="pairs",
         position_square=True,
         places="cubic",
         init_scale=number("vision_config.initializer_range", entries.get("initializer_range", 0.02)),

@@ -79,8 +79,7 @@ def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
         last_norm=True,
         gated=False,
         activation=siglip.read_activation(entries),
-        attention_adapters=True,
-        output_adapter="out",
+        attention_adapter="out",
         patch_bias=True,
         patch_map="pixels",
         rotary_base=0.0,
@@ -89,7 +88,7 @@ def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
         merger="two_maps",
         merger_ffn=positive(hf, "projector_hidden_size"),
         merger_bias=bool(hf["projector_bias"]),
-        merger_norm=bool(hf["projector_use_layernorm"]),
+        merger_norm="square" if hf["projector_use_layernorm"] else "",
     )
 
 
@@ -101,7 +100,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         "downsample_factor": encoder.merge,
         "projector_hidden_size": encoder.merger_ffn,
         "projector_bias": encoder.merger_bias,
-        "projector_use_layernorm": encoder.merger_norm,
+        "projector_use_layernorm": bool(encoder.merger_norm),
         "vision_config": {
             **((base or {}).get("vision_config") or {"model_type": "siglip2_vision_model", "vision_use_head": False}),
             **entries_of_sizes(encoder, SIZES),

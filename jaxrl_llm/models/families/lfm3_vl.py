@@ -95,8 +95,7 @@ def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
         conv_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "conv"),
         norm_eps=number("vision_config.norm_eps", entries.get("norm_eps", 1e-5)),
         attention_bias=False,
-        attention_adapters=True,
-        output_adapter="out",
+        attention_adapter="out",
         head_norms="qk",
         bias=False,
         patch_map="channels",
@@ -105,7 +104,7 @@ def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
         merger="two_maps",
         merger_ffn=positive(hf, "projector_hidden_size"),
         merger_bias=bool(hf["projector_bias"]),
-        merger_norm_each=True,
+        merger_norm="patch",
         init_scale=number("vision_config.initializer_range", entries.get("initializer_range", 0.02)),
     )
 

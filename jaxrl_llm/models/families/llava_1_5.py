@@ -89,7 +89,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     computed(hf, COMPUTED | OF_PIXTRAL)
     encoder = mistral3.encoder_of(hf | {"spatial_merge_size": 1, "multimodal_projector_bias": True})
     width = positive(text, "hidden_size")
-    encoder = dataclasses.replace(encoder, merger="two_maps", merger_norm=False, merger_ffn=width)
+    encoder = dataclasses.replace(encoder, merger="two_maps", merger_norm="", merger_ffn=width)
     return llava.config_of_merger(hf, family, text, ARCHITECTURE, encoder, overrides, "image_token_index")
 
 

@@ -45,14 +45,13 @@ def _encoder(hf: dict[str, Any], width: int) -> PatchRowsConfig:
         last_norm=True,
         gated=False,
         activation=siglip.read_activation(entries),
-        attention_adapters=True,
-        output_adapter="out",
+        attention_adapter="out",
         patch_bias=True,
         rotary_base=number("vision_config.rope_theta", rope.get("rope_theta", 10000.0), above=1),
         merger="two_maps",
         merger_ffn=width,
         merger_bias=True,
-        merger_norm=False,
+        merger_norm="",
         init_scale=number("vision_config.initializer_range", entries.get("initializer_range", 0.02)),
     )
 

@@ -78,7 +78,7 @@ class TwoMapsMerger(nnx.Module):
 
     def __init__(self, config: Any, size: int, net: Any, rngs: nnx.Rngs):
         self.square = config.width * config.merge**2
-        self.each = config.merger_norm_each
+        self.each = config.merger_norm == "patch"
         normed, eps = (config.width, 1e-6) if self.each else (self.square, 1e-5)
         self.norm = LayerNorm(normed, eps, net.param_dtype) if config.merger_norm else None
         self.fc1 = Linear(self.square, config.merger_ffn, net, rngs, config.merger_bias)

@@ -53,8 +53,9 @@ class PatchRowsConfig:
     gated: bool = True  # the feed-forward is a gated one; False: two linear maps
     activation: str = "silu"
     attention_bias: bool = True  # of queries, keys and values
-    attention_adapters: bool = False  # these are one matrix in most files, which adapters have no names for
-    output_adapter: str = "o"  # the name, for adapters, of the map behind attention
+    # The name, for adapters, of the map behind attention; "": attention has none, as most files have queries, keys and
+    # values in one matrix.
+    attention_adapter: str = ""
     head_norms: str = ""  # "qk": of each head's queries and keys; "qkv": of values too, and scores are not scaled
     bias: bool = True  # of the other maps of layers
     clipped: bool = False  # the inputs and outputs of layers' maps are, see clipped.ClippedLinear
@@ -64,18 +65,17 @@ class PatchRowsConfig:
     patch_bias: bool = False
     patch_norm: bool = False  # of patches, before learned positions are added
     rotary_base: float = 10000.0  # 0: there are no rotary positions
-    rotary_halves: bool = False  # the first half of a head turns by its column, the second by its row
-    rotary_pairs: bool = False  # neighbouring dimensions of a head turn together, pairs by column and row in turn
-    alternating: bool = False  # rotary frequencies are those of height and width in turn; False: both have the same
-    rotary_time: bool = False  # a third of the frequencies each are those of time, which is 0, height and width
+    # The two axes have the same frequencies ("same") or every other one ("alternating"), or a third each are those of
+    # time, which is 0, height and width ("time"). The first half of a head turns by its column, the second by its row
+    # ("halves"), or neighbouring dimensions turn together, pairs by column and row in turn ("pairs").
+    rotary: str = "same"
     positions: int = 0  # along each side of the square of learned positions; 0: there are none
     position_square: bool = False  # files have these as [side,side,D]
     places: str = "linear"  # how these become those of an image: one of PLACES
     merger: str = "stacked"  # one of mergers.MERGERS
     merger_ffn: int = 0
     merger_bias: bool = False
-    merger_norm: bool = True  # of "two_maps"
-    merger_norm_each: bool = False  # it is one of each patch, not of a square
+    merger_norm: str = "square"  # of "two_maps": of each square, of each patch ("patch"), or "", none
     standardized: bool = False  # the means of "pooled" are, by a shift and a factor of each number
     merger_adapters: bool = False  # before Qwen3-VL its maps are items of a list, which adapters have no names for
     deepstack: tuple[int, ...] = ()  # layers whose output is added behind the decoder's first layers too
@@ -160,7 +160,7 @@ class RowAttention(nnx.Module):
 
     def __init__(self, config: PatchRowsConfig, net: Any, rngs: nnx.Rngs):
         self.config = config
-        names = ("q", "k", "v", config.output_adapter) if config.attention_adapters else ("",) * 4
+        names = ("q", "k", "v", config.attention_adapter) if config.attention_adapter else ("",) * 4
         biases, linear = (*(config.attention_bias,) * 3, config.bias), ClippedLinear if config.clipped else Linear
         self.kv_heads = config.kv_heads or config.heads
         narrow = config.width // config.heads * self.kv_heads
@@ -189,9 +189,10 @@ class RowAttention(nnx.Module):
         return self.out(x.reshape(*x.shape[:2], -1))
 
     def _rotated(self, x, angles):
-        if self.config.rotary_halves:  # rows before columns, as the angles, and first dimensions of pairs before second
+        # As the angles: rows before columns, and first dimensions of pairs before second ones.
+        if self.config.rotary == "halves":
             x = x.reshape(*x.shape[:-1], 2, 2, -1)[..., ::-1, :, :].swapaxes(-3, -2).reshape(x.shape)
-        if self.config.rotary_pairs:
+        if self.config.rotary == "pairs":
             x = x.reshape(*x.shape[:-1], -1, 2, 2)[..., ::-1, :].swapaxes(-3, -1).reshape(x.shape)
         return rotate(x, jnp.ones(x.shape[:2], jnp.int32), angles)
 
@@ -424,13 +425,13 @@ class PatchRows(nnx.Module):
 
         pairs = c.width // c.heads // 2
         powers = jnp.arange(pairs) / pairs
-        powers = (powers[::2], powers[1::2] if c.alternating else powers[::2])
-        if c.rotary_time:
+        powers = (powers[::2], powers[1::2] if c.rotary == "alternating" else powers[::2])
+        if c.rotary == "time":
             powers = (jnp.arange(pairs // 3) / (pairs // 3),) * 2
         places = (tokens.y[..., None] * c.merge + each // c.merge, tokens.x[..., None] * c.merge + each % c.merge)
         places = [of_patches(place) for place in places]
         angles = [x * c.rotary_base**-power for x, power in zip(places, powers, strict=True)] if c.rotary_base else None
-        if angles is not None and c.rotary_time:
+        if angles is not None and c.rotary == "time":
             angles = [jnp.zeros_like(angles[0]), *angles]
         layout = Layout(
             repeated(tokens.image), repeated(window), None if angles is None else jnp.concatenate(angles, axis=-1),
