@@ -42,9 +42,8 @@ class Block(nnx.Module):
         setattr(self, layer.mixer.path, layer.mixer(part(layer.mixer.path), rngs))
         self.attention_out_norm = norm("post", "both", "sum", of=mixes)
         beside = layer.experts and config.experts_beside  # which have the norms of their inputs themselves
-        self.side_by_side, self.norms_sums = config.parallel_ffn, config.norms == "sum"
-        shared = config.parallel_ffn and not config.parallel_norm
-        self.post_attention_norm = norm("pre", "both", of=not (beside or layer.bare or shared))
+        self.side_by_side, self.norms_sums = bool(config.parallel_ffn), config.norms == "sum"
+        self.post_attention_norm = norm("pre", "both", of=not (beside or layer.bare or config.parallel_ffn == "shared"))
         experts = ExpertsBeside if beside else MixtureOfExperts
         feed_forward = experts if layer.experts else FeedForward
         self.mlp = None if layer.bare else feed_forward(part("mlp"), rngs)

@@ -56,8 +56,8 @@ class ModelConfig:
     norm_bias: bool = False  # of every norm
     norm_scale: bool = True  # False: norms have none
     final_norm: bool = True  # False: none behind the last layer
-    parallel_ffn: bool = False  # feed-forwards read what the mixers of their layers read
-    parallel_norm: bool = False  # they read it through a norm of their own
+    # Feed-forwards read what the mixers of their layers read, through its norm ("shared") or one of their own ("own").
+    parallel_ffn: str = ""
     unpredicted: int = 0  # rows of the embedding behind the vocabulary, of tokens that are read and never sampled
     embed_width: int = 0  # of embedding and head, with a map to the width and one back; 0: the width
     learned_positions: int = 0  # rows of a table that is added to the embeddings; 0: none
@@ -100,16 +100,15 @@ class ModelConfig:
     index_local: int = 0  # blocks that are always chosen, the latest ones
     shared_indexers: tuple[int, ...] = ()  # the layers that attend to what the latest layer with an indexer has chosen
     index_interleaved: bool = False  # the indexer rotates neighbouring dimensions together
-    attention_gate: bool = False  # queries come with numbers whose sigmoids multiply the heads' outputs
-    attention_gate_map: bool = False  # such numbers come from a map of their own
-    attention_gate_heads: bool = False  # it has one for each head
-    attention_gate_softplus: bool = False  # their softplus takes the place of the sigmoid
+    # The heads' outputs are multiplied by the sigmoids of numbers: as many, which come with the queries ("queries") or
+    # from a map of their own ("numbers"), or from such a map one for each head ("heads").
+    attention_gate: str = ""
+    attention_gate_softplus: bool = False  # the softplus takes the place of the sigmoid
     attention_sinks: bool = False  # each head has a number that joins the softmax of its scores, and no value
     mlp_bias: bool = False
-    qk_norm: bool = False
-    qk_norm_whole: bool = False  # over all heads at once, not each
-    qk_norm_heads: bool = False  # of each, with a scale of its own
-    qk_norm_rotated: bool = False  # of rotated queries and keys
+    # Norms of queries and keys: of each head, before it is rotated ("head") or behind ("rotated"), or with a scale of
+    # its own ("heads"), or over all heads at once ("whole").
+    qk_norm: str = ""
     qk_rms: bool = False  # rotated queries and keys are divided by their rms
     query_growth: float = 0.0  # of unrotated queries with the log of their position
     query_growth_every: int = 0  # positions in one unit of that log

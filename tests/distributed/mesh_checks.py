@@ -527,7 +527,7 @@ def test_parameters_are_sharded_by_all_but_data():
     assert shapes["layers/mlp/experts/down/kernel"] == (2, 4, 24, 8)
 
 
-DENSE = dataclasses.replace(CONFIG, vocab_size=72, width=32, heads=8, kv_heads=4, ffn=48, qk_norm=True)
+DENSE = dataclasses.replace(CONFIG, vocab_size=72, width=32, heads=8, kv_heads=4, ffn=48, qk_norm="head")
 EXPERTS = dataclasses.replace(DENSE, experts=8, experts_per_token=2, expert_ffn=24)
 LAYOUTS = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=len(AXES)) if math.prod(sizes) == 8]
 EVERY_PAIR = [(2, 2, 2, 1, 1), (2, 1, 1, 2, 2), (1, 2, 2, 2, 1), (1, 2, 2, 1, 2)]  # of axes is in one of them

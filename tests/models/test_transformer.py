@@ -22,7 +22,7 @@ from jaxrl_llm.training.setup.models import net_options
 from tests.models.decoding import continued_logits, padded
 
 CONFIG = ModelConfig(
-    vocab_size=31, width=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=24, qk_norm=True, init_scale=0.3
+    vocab_size=31, width=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=24, qk_norm="head", init_scale=0.3
 )
 
 

@@ -22,7 +22,7 @@ from tests.models.decoding import padded, trainer_logps
 
 VOCAB = 29
 CONFIG = ModelConfig(
-    vocab_size=VOCAB, width=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=24, qk_norm=True, init_scale=0.4
+    vocab_size=VOCAB, width=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=24, qk_norm="head", init_scale=0.4
 )
 NET = Net(CONFIG)
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7]]

@@ -119,7 +119,7 @@ def test_adapters_stay_without_the_flag(running):
 @pytest.mark.slow
 def test_adapters_of_experts_answer_as_alone(listening, sorter, tmp_path):
     """Of a mixture of random matrices, whose base answers beside them."""
-    config = dataclasses.replace(sorter.net.config, qk_norm=True, experts=4, experts_per_token=2, expert_ffn=32)
+    config = dataclasses.replace(sorter.net.config, qk_norm="head", experts=4, experts_per_token=2, expert_ffn=32)
     hf.save(Net(config), Net(config).init(jax.random.key(0)), tmp_path / "base", sorter.tokenizer)
     base = jaxrl_llm.load_model(tmp_path / "base")
     adapted = add_adapters(base, LoraConfig(2, 8.0, targets=parse_targets(["experts"])), jax.random.key(1))

@@ -1,9 +1,10 @@
 """Apertus (arXiv 2509.14233): Llama's shape with norms of each head's queries and keys, and feed-forwards of xIELU
 (arXiv 2411.13010) without gates."""
 
+import functools
 from typing import Any
 
-from jaxrl_llm.models.families import decoder
+from jaxrl_llm.models.families import decoder, rotary
 from jaxrl_llm.models.families.decoder import LAYER, TensorName
 from jaxrl_llm.models.families.entries import computed
 from jaxrl_llm.models.layers import XIELU_NUMBERS
@@ -24,6 +25,7 @@ ROPE = {
     "rope_type": "llama3", "rope_theta": 12_000_000.0, "factor": 8.0, "original_max_position_embeddings": 8192,
     "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 }  # fmt: skip
+with_rope = functools.partial(rotary.with_default, ROPE)
 DEFAULTS = {"rms_norm_eps": 1e-5}  # for entries that are left out, as is ROPE
 ACTIVATIONS = {"xielu": "xielu"}
 # The only values of entries of published files, which transformers does not read, that are computed.
@@ -39,9 +41,9 @@ def read(
     hf: dict[str, Any], family: str, overrides: dict[str, Any], fields: dict[str, Any] | None = None
 ) -> ModelConfig:
     """The ModelConfig of a `family` with the shape of Apertus; `fields` are those in which it differs."""
-    hf = DEFAULTS | _with_rope(hf)
+    hf = DEFAULTS | with_rope(hf)
     computed(hf, COMPUTED)
-    own = {**decoder.attention_biases(hf), "qk_norm": True, "ffn_gate": False} | (fields or {})
+    own = {**decoder.attention_biases(hf), "qk_norm": "head", "ffn_gate": False} | (fields or {})
     return decoder.to_config(hf, family, own, overrides, activations=ACTIVATIONS, rope={"theta": ROPE["rope_theta"]})
 
 
@@ -55,10 +57,4 @@ def write(
 ) -> dict[str, Any]:
     """The same of a `family` with the shape of Apertus, and its `own` entries."""
     own = {"attention_bias": config.attention_bias} | ({"hidden_act": "xielu"} if base is None else {}) | own
-    return decoder.from_config(config, base, family, model_type, own, rope=_with_rope)
-
-
-def _with_rope(hf: dict[str, Any]) -> dict[str, Any]:
-    """The entries, with rotary positions where they have none."""
-    given = any(hf.get(entry) for entry in ("rope_parameters", "rope_scaling"))
-    return hf if given else {**hf, "rope_parameters": ROPE}
+    return decoder.from_config(config, base, family, model_type, own, rope=with_rope)

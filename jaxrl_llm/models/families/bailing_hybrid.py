@@ -107,7 +107,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         "delta_value_heads": sizes["delta_key_heads"],
         "delta_value_dim": sizes["delta_key_dim"],
         "delta_floor": floor if floor is None else float(floor),
-        **dict.fromkeys(("attention_gate_map", "attention_gate_heads"), True),
+        "attention_gate": "heads",
     }
     theirs = {name: hf[entry] for name, entry in kimi_linear.NAMES.items()}
     theirs["first_k_dense_replace"] = dense_before_sparse(hf, hf["first_k_dense_replace"] or 0)

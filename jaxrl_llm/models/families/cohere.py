@@ -20,9 +20,8 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         **decoder.attention_biases(hf),
         "rope_interleaved": True,
         "norm_centred": True,
-        "parallel_ffn": True,
-        "qk_norm": bool(hf.get("use_qk_norm")),
-        "qk_norm_heads": bool(hf.get("use_qk_norm")),
+        "parallel_ffn": "shared",
+        "qk_norm": "heads" if hf.get("use_qk_norm") else "",
         "logit_divisor": 1 / number("logit_scale", hf["logit_scale"], above=0),
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": 500_000.0})
@@ -32,7 +31,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     """The config.json of a net, over the entries of `base`."""
     own = {
         "attention_bias": config.attention_bias,
-        "use_qk_norm": config.qk_norm,
+        "use_qk_norm": bool(config.qk_norm),
         "logit_scale": decoder.reciprocal(config.logit_divisor, (DEFAULTS | (base or {}))["logit_scale"]),
     }
     return decoder.from_own_names(config, base, NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own)

@@ -32,7 +32,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         "rope_interleaved": True,
         "norm_eps": number("layer_norm_eps", hf["layer_norm_eps"]),
         "norm_centred": True,
-        "parallel_ffn": True,
+        "parallel_ffn": "shared",
         "logit_divisor": 1 / number("logit_scale", hf["logit_scale"], above=0),
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides)

@@ -51,7 +51,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         "rope_interleaved": True,
         "norm_eps": number(name := "rms_norm_eps" if rms else "layer_norm_eps", hf[name]),
         "norm_centred": not rms,
-        "parallel_ffn": True,
+        "parallel_ffn": "shared",
         "logit_divisor": 1 / number("logit_scale", hf["logit_scale"], above=0),
         "ffn": channels if hf.get(PREFIX) is None else positive(hf, PREFIX),
         "expert_ffn": channels,

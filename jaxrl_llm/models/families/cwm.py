@@ -1,8 +1,9 @@
 """Code World Model (arXiv 2510.02387): Llama's shape, with windows in three of four layers."""
 
+import functools
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, layer_types
+from jaxrl_llm.models.families import decoder, layer_types, rotary
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "cwm"
@@ -12,6 +13,7 @@ ROPE = {
     "rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 8192,
     "low_freq_factor": 1.0, "high_freq_factor": 4.0,
 }  # fmt: skip
+with_rope = functools.partial(rotary.with_default, ROPE, unless=(*rotary.BLOCKS, "rope_theta"))
 DEFAULTS = {
     "num_key_value_heads": 8,
     "head_dim": 128,
@@ -22,7 +24,7 @@ DEFAULTS = {
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = DEFAULTS | _with_rope(hf)
+    hf = DEFAULTS | with_rope(hf)
     own = {**layer_types.read(hf, lambda layer: layer % 4 != 0), "mlp_bias": bool(hf.get("mlp_bias", False))}
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": ROPE["rope_theta"]})
 
@@ -31,10 +33,4 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     """The config.json of a net, over the entries of `base`."""
     own = {"mlp_bias": config.mlp_bias, **layer_types.write(config, base)}
     own |= {"bos_token_id": 128_000} if base is None else {}  # it may not be null
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=_with_rope)
-
-
-def _with_rope(hf: dict[str, Any]) -> dict[str, Any]:
-    """The entries, with rotary positions where they have none."""
-    given = any(hf.get(entry) for entry in ("rope_parameters", "rope_scaling", "rope_theta"))
-    return hf if given else {**hf, "rope_parameters": ROPE}
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=with_rope)

@@ -30,7 +30,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         **deepseek_v3.experts(hf),
         **decoder.attention_biases(hf),
         **layer_types.read(hf, lambda layer: windowed and layer >= positive(hf, "max_window_layers")),
-        "qk_norm": True,
+        "qk_norm": "head",
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides)
 

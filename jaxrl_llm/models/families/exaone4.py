@@ -3,7 +3,6 @@
 Models with a window have it in some layers, and rotary positions in these alone.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types, olmo2
@@ -19,25 +18,22 @@ DEFAULTS = {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_patter
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    return decoder.to_config(hf, ARCHITECTURE, {**windows(hf), "norms": "post", "qk_norm": True}, overrides)
+    return decoder.to_config(hf, ARCHITECTURE, {**windows(hf), "norms": "post", "qk_norm": "head"}, overrides)
 
 
 def windows(hf: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields of windows, and of the layers without rotary positions."""
     if hf["sliding_window"] is None:
         return layer_types.read_uniform(hf)
-    found = layer_types.read(hf, _slides(hf))
-    return found | {"unrotated_layers": layer_types.outside(hf, found)}
-
-
-def _slides(hf: dict[str, Any]) -> Callable[[int], bool]:
-    """Whether a layer has the window, of files without `layer_types`: a pattern of L and G, or all but every n-th."""
+    # Files without `layer_types` have a pattern of L and G, or the window in all layers but every n-th.
     pattern, last = hf["sliding_window_pattern"], positive(hf, "num_hidden_layers") - 1
     if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:
-        return lambda layer: pattern[layer % len(pattern)] == "L" and layer != last
-    if isinstance(pattern, int) and pattern > 0:
-        return lambda layer: (layer + 1) % pattern != 0
-    return refuse("sliding_window_pattern", pattern, "letters L and G, as in LLLG, and numbers from 1")
+        found = layer_types.read(hf, lambda layer: pattern[layer % len(pattern)] == "L" and layer != last)
+    elif isinstance(pattern, int) and pattern > 0:
+        found = layer_types.read(hf, lambda layer: (layer + 1) % pattern != 0)
+    else:
+        refuse("sliding_window_pattern", pattern, "letters L and G, as in LLLG, and numbers from 1")
+    return found | {"unrotated_layers": layer_types.outside(hf, found)}
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     hf = DEFAULTS | hf
     theirs = renamed(hf, {own: name for name, own in NAMES.items()})
     theirs["first_k_dense_replace"] = dense_before_sparse(hf, hf["first_k_dense_replace"] or 0)
-    own = {**exaone4.windows(hf), **deepseek_v3.experts(theirs), "qk_norm": True}
+    own = {**exaone4.windows(hf), **deepseek_v3.experts(theirs), "qk_norm": "head"}
     return decoder.to_config(hf, ARCHITECTURE, own, overrides)
 
 

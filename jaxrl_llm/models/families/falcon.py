@@ -43,7 +43,7 @@ DEFAULTS = {
 
 def keys(config: ModelConfig) -> tuple[TensorName, ...]:
     """The table of the files of a net."""
-    return TWO_NORMS if config.parallel_norm else KEYS
+    return TWO_NORMS if config.parallel_ffn == "own" else KEYS
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
@@ -53,13 +53,12 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         hf |= {"intermediate_size": 4 * positive(hf, "hidden_size")}
     unset(hf, "alibi")
     new, kv_heads = bool(hf.get("new_decoder_architecture")), hf.get("num_kv_heads")
-    norms = hf.get("num_ln_in_parallel_attn")
+    own_norm = new and hf.get("num_ln_in_parallel_attn") in (None, 2)
     own = {
         **decoder.LAYER_NORMS,
         **dict.fromkeys(decoder.BIASES, bool(hf["bias"])),
         "joint_qkv": "heads",
-        "parallel_ffn": new or bool(hf["parallel_attn"]),
-        "parallel_norm": new and norms in (None, 2),
+        "parallel_ffn": "own" if own_norm else "shared" if new or hf["parallel_attn"] else "",
         "ffn_gate": False,
     }
     kv_heads = kv_heads if new else 1 if hf["multi_query"] else None
@@ -71,13 +70,14 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     """The config.json of a net, over the entries of `base`."""
     own: dict[str, Any] = {"bias": config.mlp_bias}
     if base is None:
-        one, new = config.kv_heads == 1, config.parallel_norm or config.kv_heads not in (1, config.heads)
+        one, own_norm = config.kv_heads == 1, config.parallel_ffn == "own"
+        new = own_norm or config.kv_heads not in (1, config.heads)
         own |= {
             "new_decoder_architecture": new,
-            "num_ln_in_parallel_attn": (2 if config.parallel_norm else 1) if new else None,
+            "num_ln_in_parallel_attn": (2 if own_norm else 1) if new else None,
             "num_kv_heads": config.kv_heads,
             "multi_query": one,
-            "parallel_attn": config.parallel_ffn,
+            "parallel_attn": bool(config.parallel_ffn),
         }
     elif not base.get("ffn_hidden_size") and config.ffn == 4 * config.width:
         own["intermediate_size"] = base.get("ffn_hidden_size")

@@ -26,7 +26,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = with_ropes(DEFAULTS | hf)
     every = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
-    own = {**gemma2.common(hf), "qk_norm": True, **layer_types.read(hf, lambda layer: (layer + 1) % every != 0)}
+    own = {**gemma2.common(hf), "qk_norm": "head", **layer_types.read(hf, lambda layer: (layer + 1) % every != 0)}
     rope = {"by_type": True}
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, activations=gemma2.ACTIVATIONS, rope=rope)
 

@@ -165,7 +165,7 @@ def common(hf: dict[str, Any], windows: dict[str, Any]) -> dict[str, Any]:
         "norms": "both",
         "query_scale": 1.0,
         "logit_softcap": None if cap is None else number("final_logit_softcapping", cap, above=0),
-        "qk_norm": True,
+        "qk_norm": "head",
         "value_norm": True,
     }
 

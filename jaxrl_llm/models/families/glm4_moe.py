@@ -35,7 +35,7 @@ def own_fields(hf: dict[str, Any]) -> dict[str, Any]:
     return {
         **deepseek_v3.experts(hf),
         "attention_bias": bool(hf.get("attention_bias", False)),
-        "qk_norm": bool(hf.get("use_qk_norm", False)),
+        "qk_norm": "head" if hf.get("use_qk_norm") else "",
     }
 
 
@@ -44,7 +44,7 @@ def own_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     return {
         **deepseek_v3.expert_entries(config, base),
         "attention_bias": config.attention_bias,
-        "use_qk_norm": config.qk_norm,
+        "use_qk_norm": bool(config.qk_norm),
     }
 
 

@@ -60,8 +60,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         **decoder.attention_biases(hf),
         "mlp_bias": True,
         "joint_qkv": "heads",
-        "parallel_ffn": bool(hf["use_parallel_residual"]),
-        "parallel_norm": bool(hf["use_parallel_residual"]),
+        "parallel_ffn": "own" if hf["use_parallel_residual"] else "",
         "ffn_gate": False,
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, activations=decoder.PLAIN, rope={"partial": True})
@@ -69,6 +68,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own = {"attention_bias": config.attention_bias, "use_parallel_residual": config.parallel_ffn}
+    own = {"attention_bias": config.attention_bias, "use_parallel_residual": bool(config.parallel_ffn)}
     without = ("num_key_value_heads", "head_dim")
     return decoder.from_own_names(config, base, NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own, without)

@@ -3,6 +3,7 @@
 The experts' matrices are read from MXFP4 or from floats, and written as floats.
 """
 
+import functools
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types, rotary
@@ -27,6 +28,7 @@ KEYS = (
     TensorName("layers/mlp/experts/down/bias", f"{EXPERTS}down_proj_bias"),
 )
 YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+with_rope = functools.partial(rotary.with_default, YARN)
 DEFAULTS = {
     "num_local_experts": 128,
     "num_key_value_heads": 8,
@@ -44,7 +46,7 @@ THETA = 150_000.0
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = _with_rope(DEFAULTS | hf)
+    hf = with_rope(DEFAULTS | hf)
     if (hf.get("quantization_config") or {}).get("quant_method") == "mxfp4":
         hf["quantization_config"] = None
     own = {
@@ -73,9 +75,4 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         "router_aux_loss_coef": config.router_aux_loss_coef,
     }
     own |= {"swiglu_alpha": config.swiglu_alpha} if base is None else {}
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=_with_rope)
-
-
-def _with_rope(hf: dict[str, Any]) -> dict[str, Any]:
-    """The entries, with YaRN where they have no scaling."""
-    return hf if rotary.parameters_of(hf) else {**hf, "rope_parameters": YARN}
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=with_rope)

@@ -25,7 +25,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def own_fields(hf: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields of attention."""
-    return {**decoder.attention_biases(hf), "qk_norm": True, "qk_norm_rotated": True}
+    return {**decoder.attention_biases(hf), "qk_norm": "rotated"}
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:

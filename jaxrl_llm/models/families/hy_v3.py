@@ -48,7 +48,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     own = {
         **decoder.attention_biases(hf),
         **experts_of(hf, "num_experts", "num_experts_per_tok"),
-        "qk_norm": True,
+        "qk_norm": "head",
         "expert_ffn": channels,
         "shared_expert_ffn": channels * positive(hf, "num_shared_experts"),
         "dense_layers": dense_layers(hf, 1),

@@ -55,7 +55,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         "unrotated_layers": layer_types.outside(hf, windows),
         **experts_of(hf, COUNT, "num_experts_per_tok"),
         "norms": "both",
-        "qk_norm": True,
+        "qk_norm": "head",
         "expert_ffn": channels,
         "shared_expert_ffn": positive(hf, "shared_expert_intermediate_size"),
         "router_sigmoid": True,

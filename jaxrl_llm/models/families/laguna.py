@@ -1,6 +1,7 @@
 """Laguna (Poolside): attention whose heads are gated by softplus, with a window in some layers, which have another
 number of heads and rotary positions of their own; experts by a sigmoid with a correction behind dense layers."""
 
+import functools
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types, lfm3, rotary
@@ -43,18 +44,14 @@ ROPES = {
     "full_attention": {"rope_type": "default", "rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
-GATES = {True: True, "per-head": True, "per-element": False}  # whether there is one for each head
+with_ropes = functools.partial(rotary.with_default_sets, ROPES)
+GATES = {True: "heads", "per-head": "heads", "per-element": "numbers"}
 HEADS = "num_attention_heads_per_layer"
-
-
-def _with_ropes(hf: dict[str, Any]) -> dict[str, Any]:
-    """The entries, with rotary parameters of both types of layers."""
-    return hf | {"rope_parameters": rotary.sets_of(hf) or ROPES}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf, layers = _with_ropes(DEFAULTS | hf), positive(hf, "num_hidden_layers")
+    hf, layers = with_ropes(DEFAULTS | hf), positive(hf, "num_hidden_layers")
     unset(hf, "moe_apply_router_weight_on_input")
     if not isinstance(hf["gating"], bool | str) or hf["gating"] not in GATES:
         refuse("gating", hf["gating"], ", ".join(map(str, GATES)))
@@ -68,9 +65,8 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         **decoder.attention_biases(hf),
         **experts_of(hf, "num_experts", "num_experts_per_tok"),
         "mixers": (lfm3.GatedAttention,) * layers,
-        "qk_norm": True,
-        "attention_gate_map": True,
-        "attention_gate_heads": GATES[hf["gating"]],
+        "qk_norm": "head",
+        "attention_gate": GATES[hf["gating"]],
         "attention_gate_softplus": True,
         "expert_ffn": positive(hf, "moe_intermediate_size"),
         "shared_expert_ffn": positive(hf, "shared_expert_intermediate_size"),
@@ -119,7 +115,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     if base is None:
         own |= {
             HEADS: [config.of(kind).heads for kind in config.layer_configs],
-            "gating": "per-head" if config.attention_gate_heads else "per-element",
+            "gating": "per-head" if config.attention_gate == "heads" else "per-element",
             "mlp_layer_types": mlp_types(config),
         }
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=_with_ropes, write=rotary.write_sets)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=with_ropes, write=rotary.write_sets)

@@ -64,7 +64,7 @@ def mixer_fields(hf: dict[str, Any]) -> dict[str, Any]:
     return {
         "mixers": mixers_of(hf, MIXERS, lambda i: "full_attention" if attends is None or i in attends else "conv"),
         "norm_eps": number("norm_eps", hf["norm_eps"]),
-        "qk_norm": True,
+        "qk_norm": "head",
         "conv_size": size,
         "conv_bias": bool(hf["conv_bias"]),
         "tie_embeddings": bool(hf.get("tie_embedding", hf["tie_word_embeddings"])),

@@ -1,6 +1,7 @@
 """Mellum 2 (JetBrains): Qwen3's mixtures of experts with windows in some layers, which have rotary positions of their
 own."""
 
+import functools
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types, qwen3_moe, rotary
@@ -23,18 +24,14 @@ ROPES = {
     "full_attention": {"rope_type": "default", "rope_theta": 500_000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
-
-
-def _with_ropes(hf: dict[str, Any]) -> dict[str, Any]:
-    """The entries, with rotary parameters of both types of layers."""
-    return hf | {"rope_parameters": rotary.sets_of(hf) or ROPES}
+with_ropes = functools.partial(rotary.with_default_sets, ROPES)
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = _with_ropes(DEFAULTS | hf)
+    hf = with_ropes(DEFAULTS | hf)
     own = {
-        "qk_norm": True,
+        "qk_norm": "head",
         **decoder.attention_biases(hf),
         **layer_types.read(hf, lambda _: False),
         **qwen3_moe.experts(hf | {"decoder_sparse_step": 1}),
@@ -48,4 +45,4 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     own = {"attention_bias": config.attention_bias, **layer_types.write(config, base)}
     own |= qwen3_moe.expert_entries(config, {})
     own |= {"num_local_experts": config.experts, "mlp_layer_types": mlp_types(config)} if base is None else {}
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=_with_ropes, write=rotary.write_sets)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=with_ropes, write=rotary.write_sets)

@@ -33,7 +33,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     hf = DEFAULTS | hf
     if hf.get("rotary_dim") is not None:
         hf = {"partial_rotary_factor": positive(hf, "rotary_dim") / positive(hf, "head_dim")} | hf
-    own = mixtral.experts(hf) | dict.fromkeys(("qk_norm", "qk_norm_whole", "router_sigmoid", "router_correction"), True)
+    own = mixtral.experts(hf) | {"qk_norm": "whole", "router_sigmoid": True, "router_correction": True}
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": THETA, "partial": True})
 
 

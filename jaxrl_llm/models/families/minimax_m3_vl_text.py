@@ -100,7 +100,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         "index_top": sizes["index_top"] * sizes["index_block"],
         "index_local": local,
         "norm_offset": 1.0,
-        "qk_norm": True,
+        "qk_norm": "head",
         "expert_ffn": positive(hf, "intermediate_size"),
         "shared_expert_ffn": positive(hf, "shared_intermediate_size"),
         "dense_layers": dense_layers(hf, 0),

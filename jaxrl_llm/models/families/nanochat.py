@@ -24,8 +24,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         "embed_norm": True,
         "ffn_gate": False,
         "rope_reversed": True,
-        "qk_norm": True,
-        "qk_norm_rotated": True,
+        "qk_norm": "rotated",
         "logit_softcap": None if cap is None else number("final_logit_softcapping", cap, above=0),
         "lora_names": (("up", "fc1"), ("down", "fc2")),
     }

@@ -21,7 +21,7 @@ DEFAULTS = {"rms_norm_eps": 1e-5}  # for entries that are left out
 
 def common(hf: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields that OLMo 2 and 3 share."""
-    return {"norms": "post", "qk_norm": True, "qk_norm_whole": True, **decoder.attention_biases(hf)}
+    return {"norms": "post", "qk_norm": "whole", **decoder.attention_biases(hf)}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

@@ -57,7 +57,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     own = qwen3_next.delta_fields(hf, ApartDeltaNet) | {
         **olmo2.common(hf),
         "norm_offset": 0.0,
-        "attention_gate": False,
+        "attention_gate": "",
         "delta_norms": "pre",
         "delta_negative": bool(hf["linear_allow_neg_eigval"]),
         "unrotated_layers": () if rotated else tuple(range(layers)),

@@ -23,8 +23,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     if hf.get("clip_qkv") is not None:
         refuse("clip_qkv", hf["clip_qkv"], "null")
     own = {
-        "qk_norm": True,
-        "qk_norm_whole": True,
+        "qk_norm": "whole",
         **decoder.attention_biases(hf),
         **qwen3_moe.experts({**hf, "moe_intermediate_size": positive(hf, "intermediate_size")}),
     }

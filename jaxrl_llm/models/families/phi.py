@@ -39,8 +39,8 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         **decoder.LAYER_NORMS,
         **dict.fromkeys(decoder.BIASES, True),
         "head_bias": True,
-        "qk_norm": bool(hf.get("qk_layernorm")),
-        "parallel_ffn": True,
+        "qk_norm": "head" if hf.get("qk_layernorm") else "",
+        "parallel_ffn": "shared",
         "ffn_gate": False,
         "lora_names": (("up", "fc1"), ("down", "fc2")),
     }
@@ -49,5 +49,5 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own = {"qk_layernorm": config.qk_norm}
+    own = {"qk_layernorm": bool(config.qk_norm)}
     return decoder.from_own_names(config, base, NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own)

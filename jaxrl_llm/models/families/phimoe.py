@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, layer_types, mixtral, rotary
+from jaxrl_llm.models.families import decoder, layer_types, mixtral, phi, rotary
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, layer_norm
 from jaxrl_llm.models.families.entries import number, refuse
 from jaxrl_llm.models.model_config import ModelConfig
@@ -37,11 +37,7 @@ DEFAULTS = {
     "router_jitter_noise": 0.01,
 }  # for entries that are left out
 SCALES = ("short_mscale", "long_mscale")
-
-
-def unused_tensors(config: ModelConfig) -> set[str]:
-    """The bias of the head where there is another one."""
-    return {"lm_head.bias"} if config.head != "lm" else set()
+unused_tensors = phi.unused_tensors  # the bias of the head where there is another one
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

@@ -13,7 +13,7 @@ HEAD_DIM = 128  # where the entry is left out
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    own = {"qk_norm": True, **decoder.attention_biases(hf), **qwen2.windows(hf)}
+    own = {"qk_norm": "head", **decoder.attention_biases(hf), **qwen2.windows(hf)}
     head_dim = HEAD_DIM if hf.get("head_dim") is None else hf["head_dim"]
     return decoder.to_config({**hf, "head_dim": head_dim}, ARCHITECTURE, own, overrides)
 

@@ -22,7 +22,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     own = {
-        "qk_norm": True,
+        "qk_norm": "head",
         **decoder.attention_biases(hf),
         **layer_types.read_uniform({**hf, "sliding_window": qwen2.window(hf)}),
         **experts(hf),

@@ -71,8 +71,8 @@ def delta_fields(hf: dict[str, Any], net: type[GatedDeltaNet]) -> dict[str, Any]
         **sizes,
         "mixers": mixers_of(hf, {LINEAR: net, FULL: Attention}, lambda layer: LINEAR if (layer + 1) % every else FULL),
         "norm_offset": 1.0,
-        "qk_norm": True,
-        "attention_gate": True,
+        "qk_norm": "head",
+        "attention_gate": "queries",
         **decoder.attention_biases(hf),
     }
 

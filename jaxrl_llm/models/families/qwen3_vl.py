@@ -54,7 +54,7 @@ FAMILY = qwen_vl.Family(
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     text = qwen_vl.text_of(hf, FAMILY)
-    own = {"qk_norm": True, **decoder.attention_biases(text)}
+    own = {"qk_norm": "head", **decoder.attention_biases(text)}
     return qwen_vl.config_of(hf, text, FAMILY, encoder_of(hf, text, FAMILY), own, overrides)
 
 

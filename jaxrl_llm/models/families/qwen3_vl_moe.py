@@ -39,7 +39,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     # Weights of experts always add up to 1, and what the decoder's entries say of tied embeddings is not read.
     fixed = {"norm_topk_prob": True, "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False))}
     text = qwen_vl.text_of(hf, FAMILY) | fixed
-    own = {"qk_norm": True, **decoder.attention_biases(text), **qwen3_moe.experts(text)}
+    own = {"qk_norm": "head", **decoder.attention_biases(text), **qwen3_moe.experts(text)}
     return qwen_vl.config_of(hf, text, FAMILY, qwen3_vl.encoder_of(hf, text, FAMILY), own, overrides)
 
 

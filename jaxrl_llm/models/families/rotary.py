@@ -1,7 +1,7 @@
 """The entries of config.json about rotary positions, of transformers 4 and 5, in both directions."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
@@ -42,6 +42,16 @@ def sets_of(hf: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if parameters and not sets:
         refuse("rope_parameters", parameters, f"one set of parameters for each of {', '.join(TYPES)}")
     return sets
+
+
+def with_default(default: dict[str, Any], hf: dict[str, Any], unless: Iterable[str] = BLOCKS) -> dict[str, Any]:
+    """The entries, with the `default` rotary parameters where they have none of the entries `unless`."""
+    return hf if any(hf.get(entry) for entry in unless) else {**hf, "rope_parameters": default}
+
+
+def with_default_sets(default: dict[str, Any], hf: dict[str, Any]) -> dict[str, Any]:
+    """The entries, with the `default` rotary parameters of both types of layers where they have none."""
+    return hf | {"rope_parameters": sets_of(hf) or default}
 
 
 def both_sets(hf: dict[str, Any], full: float, local: float) -> dict[str, dict[str, Any]]:
@@ -121,6 +131,7 @@ def max_positions(hf: dict[str, Any]) -> int | None:
     most = hf.get("model_max_length") or hf.get(MOST) or hf.get("n_positions")
     if most is None:
         return None
+    most = number(MOST, most, above=0)
     given = parameters_of(hf)
     ropes = [given, *_sets(given).values()]
     stretched = [

@@ -28,10 +28,9 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     hf = DEFAULTS | renamed(hf, NAMES)
     own = {
         **decoder.LAYER_NORMS,
-        "qk_norm": bool(hf.get("qk_layernorm")),
-        "qk_norm_heads": bool(hf.get("qk_layernorm")),
+        "qk_norm": "heads" if hf.get("qk_layernorm") else "",
         "attention_bias": bool(hf.get("use_qkv_bias")),
-        "parallel_ffn": bool(hf.get("use_parallel_residual")),
+        "parallel_ffn": "shared" if hf.get("use_parallel_residual") else "",
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"partial": True})
 
@@ -40,7 +39,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     """The config.json of a net, over the entries of `base`."""
     own = {
         "use_qkv_bias": config.attention_bias,
-        "use_parallel_residual": config.parallel_ffn,
-        "qk_layernorm": config.qk_norm,
+        "use_parallel_residual": bool(config.parallel_ffn),
+        "qk_layernorm": bool(config.qk_norm),
     }
     return decoder.from_own_names(config, base, NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own)

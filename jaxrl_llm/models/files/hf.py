@@ -390,16 +390,14 @@ def refuse_foreign(folder: Path, sign: str) -> None:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is a file; the model is written to a folder.")
     entries = sorted(folder.iterdir())
-    other = [entry.name for entry in entries if not _is_exported(entry)]
+    other = [
+        entry.name
+        for entry in entries
+        if (entry.name != TEMPLATES if entry.is_dir() else not any(fnmatch(entry.name, name) for name in EXPORTED))
+    ]
     if other or (entries and not (folder / sign).is_file()):
         named = f" ({', '.join(other[:3])})" if other else f", and no {sign}"
         raise ConfigError(f"{folder} holds other files than an exported model's{named}; choose a new folder.")
-
-
-def _is_exported(entry: Path) -> bool:
-    if entry.is_dir():
-        return entry.name == TEMPLATES
-    return any(fnmatch(entry.name, pattern) for pattern in EXPORTED)
 
 
 def put_right(folder: Path) -> None:

@@ -71,7 +71,8 @@ class Attention(nnx.Module):
     def __init__(self, config, rngs: nnx.Rngs):
         c = config
         self.config = c
-        queries, keys, joint = c.heads * c.head_dim * (1 + c.attention_gate), c.kv_heads * c.head_dim, bool(c.joint_qkv)
+        self.joins_gates = c.attention_gate == "queries"
+        queries, keys, joint = c.heads * c.head_dim * (1 + self.joins_gates), c.kv_heads * c.head_dim, bool(c.joint_qkv)
         own, values = self.projects_keys, c.kv_heads * c.value_size
         self.qkv = Linear(c.width, queries + keys + values, c, rngs, c.attention_bias, "qkv") if joint else None
         self.q = None if joint else Linear(c.width, queries, c, rngs, c.attention_bias, "q")
@@ -79,13 +80,13 @@ class Attention(nnx.Module):
         self.k = Linear(c.width, keys, c, rngs, c.attention_bias, "k") if own_keys else None
         self.v = Linear(c.width, values, c, rngs, c.attention_bias, "v") if own_keys and not c.keys_as_values else None
         self.o = Linear(c.heads * c.value_size, c.width, c, rngs, c.attention_output_bias, self.output_name)
-        gates = c.heads * (1 if c.attention_gate_heads else c.value_size)
-        self.gate = Linear(c.width, gates, c, rngs, name=self.gate_name) if c.attention_gate_map else None
+        gates = c.heads * {"numbers": c.value_size, "heads": 1}.get(c.attention_gate, 0)
+        self.gate = Linear(c.width, gates, c, rngs, name=self.gate_name) if gates else None
         self.sinks = nnx.Param(jnp.zeros((c.heads,), c.param_dtype)) if c.attention_sinks else None
 
         def norm(heads: int):
-            whole = heads * c.head_dim if c.qk_norm_whole else c.head_dim
-            return RMSNorm((heads, c.head_dim) if c.qk_norm_heads else whole, c, rngs)
+            sizes = {"whole": heads * c.head_dim, "heads": (heads, c.head_dim)}
+            return RMSNorm(sizes.get(c.qk_norm, c.head_dim), c, rngs)
 
         self.q_norm = norm(c.heads) if c.qk_norm else None
         self.k_norm = norm(c.kv_heads) if c.qk_norm and own else None
@@ -204,11 +205,12 @@ class Attention(nnx.Module):
         c, k, v, gate = self.config, None, None, None
 
         def turned(a, norm):
-            a = norm(a) if norm is not None and c.qk_norm_whole else a
+            kind = "" if norm is None else c.qk_norm
+            a = norm(a) if kind == "whole" else a
             a = a.reshape(*x.shape[:-1], -1, c.head_dim)
-            a = norm(a) if norm is not None and not c.qk_norm_whole and not c.qk_norm_rotated else a
+            a = norm(a) if kind in ("head", "heads") else a
             a = rotate(a, positions, arrays.inv_freq, arrays.scale, c.rope_interleaved)
-            a = norm(a) if norm is not None and c.qk_norm_rotated else a
+            a = norm(a) if kind == "rotated" else a
             return jnp.where(arrays.rotated, over_rms(a, c.norm_eps), a).astype(a.dtype) if c.qk_rms else a
 
         normed = self._normed_together(x) if decodes else None
@@ -222,12 +224,12 @@ class Attention(nnx.Module):
                 q = self.q(x)
             else:
                 both = side_by_side(x, self.q, self.k)
-                split = c.heads * c.head_dim * (1 + c.attention_gate)
+                split = c.heads * c.head_dim * (1 + self.joins_gates)
                 q, k = (self.q(x), self.k(x)) if both is None else jnp.split(both, [split], axis=-1)
                 v = k if self.v is None else self.v(x)
             if c.qkv_clip is not None and k is not None and v is not None:
                 q, k, v = (jnp.clip(a, -c.qkv_clip, c.qkv_clip) for a in (q, k, v))
-            if c.attention_gate:
+            if self.joins_gates:
                 q, gate = jnp.split(q.reshape(*x.shape[:-1], c.heads, -1), 2, axis=-1)
                 q, gate = (a.reshape(*x.shape[:-1], -1) for a in (q, gate))
             q, k = turned(q, self.q_norm), None if k is None else turned(k, self.k_norm)
@@ -252,9 +254,9 @@ class Attention(nnx.Module):
     def _normed_together(self, x) -> jax.Array | None:
         """Queries and keys behind their norms, as blocks `[..., H/J + 1, J, d]` of heads; None where they are apart."""
         c, q_norm, k_norm = self.config, self.q_norm, self.k_norm
-        if q_norm is None or k_norm is None or self.q is None or self.k is None or c.attention_gate:
+        if q_norm is None or k_norm is None or self.q is None or self.k is None or self.joins_gates:
             return None
-        if c.qk_norm_whole or c.qk_norm_heads or c.qk_norm_rotated or c.norm_centred or c.qkv_clip is not None:
+        if c.qk_norm != "head" or c.norm_centred or c.qkv_clip is not None:
             return None
         blocks = as_blocks(x, c.kv_heads, c.head_dim, self.q, self.k)
         if blocks is None:

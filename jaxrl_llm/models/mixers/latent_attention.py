@@ -58,7 +58,7 @@ class LatentAttention(nnx.Module):
         self.kv_a_norm = RMSNorm(c.latent_size, inner, rngs)
         self.kv_b = Linear(c.latent_size, c.heads * (plain + c.value_head_dim), c, rngs, name="kv_b")
         self.o = Linear(c.heads * c.value_head_dim, c.width, c, rngs, c.attention_output_bias, "o")
-        self.gate = Linear(c.width, c.heads, c, rngs, name="z") if c.attention_gate_map else None  # of each head
+        self.gate = Linear(c.width, c.heads, c, rngs, name="z") if c.attention_gate else None  # of each head
 
     def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, jax.Array]:
         """Output `[N,T,D]` and the latents `[N,T,c+e]`."""

@@ -21,7 +21,7 @@ from tests.models.decoding import continued_logits
 CONFIG = ModelConfig(
     vocab_size=31, width=32, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=24, init_scale=0.3, dtype="float16"
 )
-NORMED = dataclasses.replace(CONFIG, qk_norm=True, norm_offset=0.5)
+NORMED = dataclasses.replace(CONFIG, qk_norm="head", norm_offset=0.5)
 CHUNKED = dataclasses.replace(CONFIG, sliding_window=5, sliding_layers=(1,), sliding_chunks=True)
 MIXED = dataclasses.replace(  # norms, sinks, and latents in a layer of their own
     NORMED, attention_sinks=True, mixers=(attention.Attention, LatentAttention), latent_size=24, rotary_head_dim=8,

@@ -231,7 +231,7 @@ def test_grouped_matmuls_of_quantised_matrices(rows, kind):
     "changes",
     [
         {},
-        {"qk_norm": True},
+        {"qk_norm": "head"},
         {"sliding_window": 5, "sliding_layers": (1,)},
         {"attention_sinks": True},
         {"mixers": (LatentAttention,) * 2, "latent_size": 128, "rotary_head_dim": 32, "value_head_dim": 64},

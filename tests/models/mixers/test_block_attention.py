@@ -26,7 +26,7 @@ from tests.models.oracles import VARIANTS
 
 CONFIG = ModelConfig(
     vocab_size=31, width=16, layers=3, heads=4, kv_heads=2, head_dim=8, ffn=24, init_scale=0.4, norm_eps=1e-3,
-    rotary_fraction=0.5, qk_norm=True, index_heads=2, index_head_dim=6, index_block=3, index_top=6, index_local=1,
+    rotary_fraction=0.5, qk_norm="head", index_heads=2, index_head_dim=6, index_block=3, index_top=6, index_local=1,
     mixers=(Attention, BlockAttention, BlockAttention),
 )  # fmt: skip
 

@@ -29,7 +29,7 @@ SHAPE = ModelConfig(
 )  # fmt: skip
 CONFIGS = {
     "delta net": dataclasses.replace(
-        SHAPE, mixers=(GatedDeltaNet, Attention), attention_gate=True, delta_key_heads=2, delta_value_heads=4,
+        SHAPE, mixers=(GatedDeltaNet, Attention), attention_gate="queries", delta_key_heads=2, delta_value_heads=4,
         delta_key_dim=6, delta_value_dim=5, delta_conv=4,
     ),
     "mamba": dataclasses.replace(

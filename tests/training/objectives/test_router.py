@@ -25,7 +25,7 @@ from jaxrl_llm.training.setup.objectives import objective_of
 from jaxrl_llm.training.setup.warnings import experts_left_out
 
 CONFIG = ModelConfig(
-    vocab_size=320, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_scale=0.3, qk_norm=True,
+    vocab_size=320, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, init_scale=0.3, qk_norm="head",
     experts=4, experts_per_token=2, expert_ffn=12, router_aux_loss_coef=0.5,
 )  # fmt: skip
 
