@@ -140,13 +140,16 @@ def split_options(spec: str) -> tuple[str, dict[str, Any]]:
     name, _, arguments = spec.partition("(")
     try:
         call = ast.parse(f"options({arguments}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError("options are written name=value")
-        return name.strip(), {
-            str(keyword.arg): ast.literal_eval(_Words().visit(keyword.value)) for keyword in call.keywords
-        }
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            raise ValueError("options are written name=value, in brackets once")
+        options = {keyword.arg: ast.literal_eval(_Words().visit(keyword.value)) for keyword in call.keywords}
+        if None in options or len(options) < len(call.keywords):
+            raise ValueError("each option has a name, and one value")
+        return name.strip(), {str(option): value for option, value in options.items()}
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"cannot read the options of {spec!r}; write name(option=1, other='text')") from error
+        raise ConfigError(
+            f"cannot read the options of {spec!r}; write name(option=1, other='text'), each of them once"
+        ) from error
 
 
 def split_losses(written: str) -> list[str]:

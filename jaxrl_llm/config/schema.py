@@ -210,7 +210,9 @@ KEYS = (
         "the whole model (copy), which ref_mixup_alpha below 1 needs. auto is the model as the run starts: start where "
         "adapters are trained on, of lora.path for example, else base.", choices=("auto", "base", "start", "copy")),
 
-    Setting("data.path", "task:sort", "Hub id, local folder or file, or `task:<name>` for a built-in task."),
+    Setting("data.path", "task:sort",
+        "Hub id; file, pattern of files or folder, here or at a URL; `path/to/file.py:function`, which gives rows; or "
+        "`task:<name>`, a built-in task."),
     Setting("data.name", None, "Configuration name of the hub data set data.path."),
     Setting("data.sources", (),
         "Several sources in place of data.path, one after the other or mixed by weight: each a path, "
@@ -223,7 +225,8 @@ KEYS = (
         "of TRL, rows of verl, threads of Harmony, conversations of ShareGPT and preferences of OpenAI."),
     Setting("data.streaming", False, "Read rows on demand, for data that does not fit in memory.", bool),
     Setting("data.shuffle_buffer", 4096, "Size of the shuffle buffer when streaming, in rows.", int, minimum=1),
-    Setting("data.workers", 0, "Tokeniser threads before the first step; 0 is one for each core.", int, minimum=0),
+    Setting("data.workers", 0, "Tokeniser threads before the first step; 0 is one for each core, up to 16.",
+        int, minimum=0),
     Setting("data.cache", "auto",
         "Folder for tokenised rows, which later runs reuse; auto is $JAXRL_LLM_CACHE or ~/.cache/jaxrl_llm, for files "
         "and hub data of 10000 rows or more whose format is not your own; `none` is off."),
@@ -243,10 +246,11 @@ KEYS = (
     Setting("data.image_urls", False, "Fetch images that rows name by http(s) URLs.", bool),
     Setting("data.image_processor", "",
         "Options of the image processor, `max_pixels=401408`, over those of the model's preprocessor_config.json; the "
-        "trained model keeps them. Qwen-VL and GLM-V: min_pixels, max_pixels; Idefics3 and SmolVLM: longest_edge, "
-        "do_image_splitting; Mistral 3 and Pixtral: longest_edge; InternVL and Aya Vision: min_patches, max_patches; "
-        "Command A Vision: max_patches; Gemma 4: max_soft_tokens; "
-        "LFM2-VL: min_image_tokens, max_image_tokens, max_tiles, do_image_splitting."),
+        "trained model keeps them. Qwen-VL, GLM-V, EXAONE 4.5, VideoLLaMA 3, LFM3-VL and MiniMax-M3: min_pixels, "
+        "max_pixels; Idefics3 and SmolVLM: longest_edge, do_image_splitting; Mistral 3, Pixtral and LightOnOCR: "
+        "longest_edge; InternVL and Aya Vision: min_patches, max_patches; Command A Vision and Kimi K2.5: max_patches; "
+        "Ovis2: crop_to_patches, max_patches; Gemma 4: max_soft_tokens; LFM2-VL: min_image_tokens, max_image_tokens, "
+        "max_tiles, do_image_splitting."),
     Setting("data.system_prompt", None,
         "System message put before conversations that have none."),
     Setting("data.chat_template", None,

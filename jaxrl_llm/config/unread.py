@@ -16,6 +16,7 @@ from jaxrl_llm.config.schema import BY_NAME, KEYS, OFFLINE, ONLINE_PREFERENCE, C
 
 OF_ADAPTERS = ("lora.alpha", "lora.rslora", "lora.init", "lora.dropout", "lora.targets", "lora.reference")
 OF_GIVEN_ROWS = ("data.loss_on", "data.precompute_reference")
+OF_CURRICULA = ("data.curriculum_revisit", "data.curriculum_visits", "data.curriculum_decay")
 OF_REFERENCES = ("algorithm.offload_reference", "algorithm.ref_mixup_alpha")
 REFERENCE_FREE = "algorithm.reference_free"
 OF_PREFERENCES = (
@@ -64,7 +65,8 @@ OF_ALL = (
 
 def unread(config: ConfigDict) -> list[str]:
     """A sentence for each reason for which settings have no effect in this run, with their names."""
-    reasons = _of_algorithm(config) | _of_loss(config) | _of_optimizer(config) | _of_reference(config)
+    reasons = _of_algorithm(config) | _of_data(config) | _of_loss(config) | _of_optimizer(config)
+    reasons |= _of_reference(config)
     for key, value, others in OF_OTHERS if config.algorithm.name not in OFFLINE else ():
         if config.algorithm[key.partition(".")[2]] == value:
             reasons[f"{key} is {BY_NAME[key].show(value)}"] = others
@@ -99,6 +101,24 @@ def _of_algorithm(config: ConfigDict) -> Reasons:
         f"{named} reads whole completions": ("data.loss_on",) if name in ("preference", "reward_model") else (),
         f"{named} reads no steps": () if name == "process_reward_model" else ("data.step_separator",),
         f"{named} samples no completions to learn from": () if online else unsampled,
+    }
+
+
+def _of_data(config: ConfigDict) -> Reasons:
+    """What other data takes the place of, and what is of ways to read rows that this run does not take."""
+    data, name = config.data, config.algorithm.name
+    skips = data.curriculum_easy is not None or data.curriculum_hard is not None
+    unskipped = "data.curriculum_easy and curriculum_hard are none, so that no prompt is skipped"
+    # The user's own code that makes rows, also of a source, is given the settings.
+    own_code = data.sources or ".py:" in data.path or is_own(split_options(data.format)[0])
+    return {
+        "data.sources is set, which takes its place": ("data.path", "data.name") if data.sources else (),
+        "eval.sets is set, which takes its place": ("data.eval_path",) if config.eval.sets else (),
+        "data.streaming is false": () if data.streaming else ("data.shuffle_buffer",),
+        unskipped: () if skips else OF_CURRICULA,
+        f"algorithm.name is {name}, whose rows have rollout.max_prompt_length and max_completion_length": (
+            () if name in OFFLINE or own_code else ("data.max_length",)
+        ),
     }
 
 

@@ -126,8 +126,10 @@ def test_options_are_read_as_what_their_defaults_are(file):
         function, options = resolve_with_options(f"{own}({written})", {}, reserved=("logps",))
         assert options == read and function.__defaults__ == tuple(defaults.values())
         assert all(type(options[name]) is type(value) for name, value in read.items())
-    with pytest.raises(ConfigError, match=r"cannot read the options of .*; write name"):
-        resolve_with_options(f"{own}(flag=maybe)", {})
+    # Python would read the last one alone of two, and the brackets behind others.
+    for written in ("flag=maybe", "count=1, count=2", "count=1)(scale=2", "**{'count': 1}"):
+        with pytest.raises(ConfigError, match=r"cannot read the options of .*; write name.*, each of them once"):
+            resolve_with_options(f"{own}({written})", {})
 
 
 def test_a_text_is_no_number_of_a_built_in_function():

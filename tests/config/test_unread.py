@@ -45,6 +45,14 @@ def own_loss(logps, advantages, epsilon_low):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        (
+            {"data__sources": ("a",), "data__path": "b"},
+            "data.sources is set, which .*: data.path has no effect",
+        ),
+        ({"eval__sets": ("a=b",), "data__eval_path": "c"}, "eval.sets is set, .*: data.eval_path has no effect"),
+        ({"data__shuffle_buffer": 9}, "data.streaming is false: data.shuffle_buffer has no effect"),
+        ({"data__curriculum_visits": 2}, "no prompt is skipped: data.curriculum_visits has no effect"),
+        ({"data__max_length": 9}, "whose rows have rollout.max_prompt_length .*: data.max_length has no effect"),
         ({"lora__alpha": 32.0, "lora__targets": ("q_proj",)}, "there are no adapters .*: lora.alpha, lora.targets has"),
         ({"critic__learning_rate": 1e-4}, "algorithm.name is grpo, which has no critic: critic.learning_rate has no"),
         ({"data__precompute_reference": True}, "which samples its rows: data.precompute_reference"),
@@ -123,6 +131,10 @@ def test_settings_without_effect_are_named(settings, words):
     [
         {"lora__rank": 8, "lora__alpha": 32.0},
         {"lora__path": "folder", "lora__reference": "copy"},
+        {"data__sources": ("a",), "data__split": "b", "data__streaming": True, "data__shuffle_buffer": 9},
+        {"data__curriculum_hard": 0.1, "data__curriculum_visits": 2, "data__eval_path": "a"},
+        {"name": "sft", "data__max_length": 9},
+        {"data__format": "own.py:form", "data__max_length": 9},
         {"name": "ppo", "critic__learning_rate": 1e-4},
         {"optimizer__name": "optax:nadam", "optimizer__max_grad_norm": 0.5},
         {"optimizer__name": "lion", "optimizer__b1": 0.95},

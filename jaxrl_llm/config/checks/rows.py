@@ -161,7 +161,7 @@ def check_eval(config: ConfigDict, online: bool) -> Iterator[str]:
         yield f"eval.measure is {measure}, but {config.algorithm.name} learns from samples: set auto"
     if config.algorithm.name in ("reward_model", "process_reward_model") and measure in ("samples", "both"):
         yield f"eval.measure is {measure}, but a reward model writes nothing: set auto or loss"
-    if config.num_epochs is None and config.eval.start > config.total_steps:
+    if config.eval.every >= 0 and config.num_epochs is None and config.eval.start > config.total_steps:
         yield (
             f"eval.start is {config.eval.start}, but the run has total_steps = {config.total_steps}: give a smaller "
             "one, or set eval.every to -1"
