@@ -489,13 +489,14 @@ def test_what_nobody_waits_for_is_not_asked():
     over = threading.Event()
     with JudgeServer(lambda body: over.wait(20) and "1") as server:
         judge = Judge(server.url, "m", "{{ completion }}", concurrency=1)
-        rewards = load_rewards(judge, timeout=0.3, on_timeout="none")
+        rewards = load_rewards(judge, timeout=1.0, on_timeout="none")
         with pytest.warns(UserWarning, match="took more than"):
             assert np.isnan(rewards(["p"] * 4, list("abcd"), [[1]] * 4, {})).all()
         over.set()
         graded = rewards(["p"] * 2, ["x", "x"], [[1]] * 2, {})
         rewards.close()
-    assert graded.ravel().tolist() == [np.float32(0.1)] * 2 and len(server.bodies) == 2
+    assert graded.ravel().tolist() == [np.float32(0.1)] * 2
+    assert [asked(body) for body in server.bodies] in (["a", "x"], ["x"])
 
 
 def test_equal_requests_are_sent_once_and_cached(tmp_path):
