@@ -2047,7 +2047,7 @@ def test_rows_of_verls_sft(tmp_path):
         "\n{% endfor %}{{ 'assistant\n' if add_generation_prompt }}"
     )
     made = formats.find(config.data.format, "completions", tokenizer)({"extra": {"q": "2+2?"}, "a": "4"})
-    row = RowTokenizer("completions", tokenizer).token_row(made)
+    row = RowTokenizer("completions", tokenizer)(made)
     parts = [
         tokenizer(text, add_special_tokens=False)["input_ids"]
         for text in ("PROMPTuser\n2+2?\nassistant\n", f"4{tokenizer.eos_token}")

@@ -6,6 +6,7 @@ import pytest
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.tools.migrate import migrate
+from jaxrl_llm.training.advantages import advantage_rule
 from tests.tools.migrated_runs import K, N, T, made_rows, our_advantages, our_loss, two_steps
 
 PARENT = """
@@ -77,7 +78,8 @@ def test_a_command_and_the_files_that_it_builds_on(tmp_path):
     assert optimizer.min_lr_ratio == pytest.approx(0.1)
     assert (config.total_steps, config.seed, config.output_dir) == (200, 7, "results/here")
     assert (config.checkpoint.every, config.eval.every, config.eval.prompts, config.eval.fraction) == (5, 20, 64, 0.1)
-    assert (config.data.path, config.rewards.functions) == ("openai/gsm8k", ("math_accuracy",))
+    assert (config.data.path, config.data.name) == ("openai/gsm8k", "main")
+    assert config.rewards.functions == ("math_accuracy",)
     assert (config.logging.project, config.logging.run_name) == ("mine", "run")
     assert (config.algorithm.advantage, config.algorithm.aggregation) == (
         "group(leave_one_out=True, eps=1e-06)",
@@ -85,7 +87,7 @@ def test_a_command_and_the_files_that_it_builds_on(tmp_path):
     )
     names = {}
     exec((tmp_path / "config_functions.py").read_text(), names)
-    made = names["prompts"]({"question": "1+1?", "answer": "2"})
+    made = names["prompts"]({"question": "1+1?", "answer": "It is 1+1.\n#### 2"})
     assert made["answer"] == "2"
     assert made["prompt"][0]["content"].startswith("Think step-by-step")
     assert "\n1+1?\n" in made["prompt"][0]["content"]
@@ -242,10 +244,98 @@ def test_other_algorithms(tmp_path):
     assert (config.algorithm.name, config.data.max_length, config.total_steps) == ("sft", 64, 30)
     config, _ = offline(tmp_path, "rm")
     assert config.algorithm.name == "reward_model"
+    assert (config.data.overlong, config.logging.project) == ("filter", "rm-dev")
+    assert config.data.chat_template.startswith("{{- bos_token }}")
+    config, _ = offline(tmp_path, "rm", more="policy.megatron_cfg: {enabled: true}")
+    assert (config.mesh.tensor, config.optimizer.learning_rate, config.optimizer.b2) == (2, 2e-6, 0.98)
     teacher = "teacher: {model_name: Qwen/Qwen3-4B}\nloss_fn: {kl_type: reverse}"
     config, _ = offline(tmp_path, "distillation", "topk_logits_k: 8,", teacher)
     assert (config.teacher.path, config.teacher.form, config.teacher.beta) == ("Qwen/Qwen3-4B", "divergence", 1.0)
     assert (config.teacher.top_k, config.algorithm.advantage) == (8, "zero")
+    assert (config.mesh.tensor, config.mesh.context, config.model.remat) == (2, 2, "block")
+
+
+GOOD, BAD = ([{"role": "assistant", "content": text}] for text in ("good", "bad"))
+ASKED = [{"role": "user", "content": "q"}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "row", "made"),
+    [
+        (
+            "dpo", "data_path: a, prompt_key: p", {"p": "q", "chosen": "good", "rejected": "bad"},
+            {"prompt": ASKED, "chosen": GOOD, "rejected": BAD},
+        ),
+        (
+            "rm", "data_path: a",
+            {"context": ASKED, "completions": [{"rank": 1, "completion": BAD}, {"rank": 0, "completion": GOOD}]},
+            {"prompt": ASKED, "chosen": GOOD, "rejected": BAD},
+        ),
+        (
+            "dpo", "dataset_name: HelpSteer3",
+            {"context": "q", "response1": "bad", "response2": "good", "overall_preference": 2},
+            {"prompt": ASKED, "chosen": GOOD, "rejected": BAD},
+        ),
+        (
+            "dpo", "dataset_name: Tulu3Preference", {"chosen": ASKED + GOOD, "rejected": ASKED + BAD},
+            {"prompt": ASKED, "chosen": GOOD, "rejected": BAD},
+        ),
+        (
+            "sft", "dataset_name: squad", {"context": "c", "question": "q", "answers": {"text": ["good", "x"]}},
+            {"messages": [{"role": "system", "content": "c"}, *ASKED, *GOOD]},
+        ),
+        ("sft", "data_path: a, prompt_file: p.txt", {"input": "1", "output": "good"}, {"messages": ASKED + GOOD}),
+        ("sft", "dataset_name: tulu3_sft_mixture", {"messages": ASKED + GOOD}, {"messages": ASKED + GOOD}),
+    ],
+)  # fmt: skip
+def test_rows_of_nemo_rl(tmp_path, kind, data, row, made):
+    (tmp_path / "p.txt").write_text("q")  # a prompt without a place for the question
+    (tmp_path / "a.yaml").write_text(
+        f"{kind}: {{max_num_steps: 3}}\npolicy: {{train_global_batch_size: 4}}\ndata: {{train: {{{data}}}}}\n"
+    )
+    config, _ = migrate("a.yaml", output="config.py")
+    names = {}
+    exec((tmp_path / "config_functions.py").read_text(), names)
+    assert names[config.data.format.rpartition(":")[2]](row) == made
+
+
+def test_evaluations_of_nemo_rl(tmp_path):
+    text = "sft: {max_num_steps: 30, val_start_at: 20}\npolicy: {model_name: a/b}\ncheckpointing: {keep_top_k: null}\n"
+    (tmp_path / "a.yaml").write_text(text)
+    config, _ = migrate("a.yaml", output="config.py")
+    assert (config.data.path, config.data.eval_path, config.data.eval_split) == (
+        "rajpurkar/squad",
+        "rajpurkar/squad",
+        "validation",
+    )
+    assert (config.eval.every, config.eval.start, config.checkpoint.keep_every) == (10, 20, 1)
+    (tmp_path / "a.yaml").write_text(text + "data: {validation: null}\n")
+    assert migrate("a.yaml", output="config.py")[0].eval.every == -1
+    config, _ = command(tmp_path, "data.train.split_validation_size=64")
+    assert (config.data.split, config.data.eval_split) == ("train[64:]", "train[:64]")
+    assert config.eval.every == 20
+    more = "grpo.async_grpo.enabled=true grpo.max_num_epochs=3 grpo.max_num_steps=500 grpo.max_val_samples=null"
+    config, text = command(tmp_path, more, "on_policy_distillation.enabled=true", rows=1600)
+    assert config.total_steps == 90  # it goes once over the rows that are not held out
+    assert "on_policy_distillation.enabled = True has no equivalent" in " ".join(text.split())
+    text = "ppo: {async_ppo: {enabled: true}, max_num_epochs: -1, max_num_steps: 500}\npolicy: {model_name: a/b}\n"
+    (tmp_path / "a.yaml").write_text(text)
+    assert migrate("a.yaml", output="config.py", rows=640)[0].total_steps == 500
+
+
+def test_experts_and_reward_models_of_nemo_rl(tmp_path):
+    at, model = "policy.megatron_cfg", "policy.model_name=Qwen/Qwen3-30B-A3B policy.tokenizer.name=Qwen/Qwen3-30B-A3B"
+    config, _ = command(tmp_path, model)
+    assert (config.model.freeze_router, config.model.router_aux_loss_coef) == (False, 0.0)
+    config, _ = command(tmp_path, model, f"{at}.enabled=true")
+    assert (config.model.freeze_router, config.model.router_aux_loss_coef) == (True, 0.0)
+    config, _ = command(tmp_path, model, f"{at}.enabled=true {at}.moe_router_load_balancing_type=aux_loss")
+    assert config.model.router_aux_loss_coef is None
+    assert command(tmp_path, f"{at}.enabled=true")[0].model.freeze_router is False  # of a model without experts
+    config, _ = command(tmp_path, "data.default.env_name=reward_model env.reward_model.model_name=a/r")
+    assert config.rewards.functions == ("model:a/r",)
+    config, text = command(tmp_path, "grpo.reward_shaping.enabled=true grpo.reward_shaping.max_response_length=300")
+    assert "max_response_length = 300" in " ".join(text.split())
 
 
 def test_megatron_and_asynchronous_rollouts(tmp_path):
@@ -272,7 +362,7 @@ def test_what_is_not_here_is_said(tmp_path):
     )  # fmt: skip
     text = " ".join(text.split())
     for said in (
-        "grpo.reward_scaling.enabled = True has no equivalent",
+        "grpo.reward_scaling.enabled: scale the rewards in their function",
         "grpo.advantage_clip_low = -5.0 has no equivalent",
         "frob.nicate is no known key",
         "grpo.frob is no known key",
@@ -282,23 +372,88 @@ def test_what_is_not_here_is_said(tmp_path):
         assert said in text, said
     _, text = command(tmp_path, "grpo.adv_estimator.name=newest")
     assert "grpo.adv_estimator.name = 'newest' is left out" in " ".join(text.split())
-    with pytest.raises(ConfigError, match="ppo of NeMo-RL has no equivalent; there are grpo, distillation, sft"):
-        offline(tmp_path, "ppo")
+    with pytest.raises(ConfigError, match="kto of NeMo-RL has no equivalent; there are grpo, ppo, distillation, sft"):
+        command(tmp_path, trainer="kto")
+
+
+PPO = """
+ppo: {num_prompts_per_step: 4, num_generations_per_prompt: 2, max_num_steps: 20, ppo_epochs: 2,
+  policy_training_start_step: 3, adv_estimator: {gae_lambda: 0.9, ADVANTAGE}, reward_shaping: {enabled: false}}
+policy: {model_name: Qwen/Qwen3-0.6B, train_global_batch_size: 4, max_total_sequence_length: 64,
+  scheduler: [{name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, total_iters: 8}}]}
+value: {model_name: a/value, train_global_batch_size: 8, optimizer: {kwargs: {lr: 3.0e-6}}, max_grad_norm: 0.8}
+data: {train: {data_path: rows.jsonl, input_key: question, output_key: answer}, default: {prompt_file: null}}
+"""
+
+
+def ppo(tmp_path, advantage="gae_gamma: 1"):
+    (tmp_path / "a.yaml").write_text(PPO.replace("ADVANTAGE", advantage))
+    return migrate("a.yaml", output="config.py")
+
+
+def test_ppo_of_nemo_rl(tmp_path):
+    config, _ = ppo(tmp_path)
+    algorithm, critic = config.algorithm, config.critic
+    assert (algorithm.name, algorithm.advantage) == ("ppo", "ppo(gamma=1.0, lam=0.9)")
+    assert (algorithm.loss, algorithm.epsilon_high, algorithm.beta) == ("ppo_clip(dual_clip=10.0)", 0.28, 0.0)
+    assert (config.batch.minibatches, algorithm.num_iterations, critic.minibatches) == (2, 2, 1)
+    # Of a loss times 0.4 the norm 0.8 is that of 2 without the factor.
+    assert (critic.path, critic.learning_rate, critic.epsilon, critic.max_grad_norm) == ("a/value", 3e-6, 0.2, 2.0)
+    assert (critic.warmup_steps, config.optimizer.warmup_steps) == (3, 4)  # 8 passes are 4 steps
+    names = {}
+    exec((tmp_path / "config_functions.py").read_text(), names)
+    assert names["scaled"]([r"\boxed{2}", r"\boxed{3}"], ["2", "2"]) == [1.0, -1.0]
+    for said, ours in (
+        ("gae_lambda_value: 1.0", "ppo(gamma=1.0, lam=0.9, lam_critic=1.0)"),
+        ("length_adaptive_alpha: 0.05, gae_lambda_value: 1.0", "vapo(gamma=1.0, alpha=0.05, lam_critic=1.0)"),
+        ("gae_gamma: 0.5, normalize_advantages: false", "ppo(gamma=0.5, lam=0.9, whiten_advantages=False)"),
+    ):
+        assert ppo(tmp_path, said)[0].algorithm.advantage == ours
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("advantage", ["gae_lambda_value: 1.0", "length_adaptive_alpha: 0.4, gae_lambda_value: 0.7"])
+def test_gae_of_nemo_rl(tmp_path, advantage):
+    """GeneralizedAdvantageEstimator.compute_advantage, written out (advantage_estimator.py)."""
+    rule, options = advantage_rule(ppo(tmp_path, advantage)[0].algorithm.advantage)
+    rng, mask = np.random.default_rng(0), made_rows().mask
+    rewards, values = rng.normal(size=(N, T)) * mask, rng.normal(size=(N, T))
+    length = mask.sum(1)
+    adapted = np.clip(1 - 1 / np.maximum(0.4 * length, 1), 0, 1)
+    decays = (adapted, 0.7) if "adaptive" in advantage else (0.9 * np.ones(N), 1.0)
+    made = []
+    for lam in decays:
+        following, last, result = np.zeros(N), np.zeros(N), np.zeros((N, T))
+        for t in reversed(range(T)):
+            new, m = rewards[:, t] + following - values[:, t] + lam * last, mask[:, t]
+            following, last = values[:, t] * m + (1 - m) * following, new * m + (1 - m) * last
+            result[:, t] = last
+        made.append(result)
+    mean, count = (made[0] * mask).sum() / mask.sum(), mask.sum()
+    variance = ((made[0] - mean) ** 2 * mask).sum() / count * count / (count - 1)
+    theirs = (made[0] - mean) / np.sqrt(variance + 1e-8) * mask
+    ours = rule(rewards, values, mask, **options)
+    np.testing.assert_allclose(ours[0], theirs, rtol=1e-6)
+    np.testing.assert_allclose(ours[1], (made[1] + values) * mask, rtol=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["grpo", "distillation", "sft", "dpo"])
+@pytest.mark.parametrize("kind", ["grpo", "ppo", "distillation", "sft", "dpo"])
 def test_two_steps_of_training(tmp_path, kind):
     small = {"batch.prompts": 4, "model.dtype": "auto", "rollout.max_prompt_length": 64, "eval.fraction": 0.0}
     rows = [{"question": f"{i} 2 1", "answer": f"{i}"} for i in range(8)]
     if kind == "grpo":
         config, _ = command(tmp_path, "data.default.prompt_file=null")
+    elif kind == "ppo":
+        config, _ = ppo(tmp_path)
+        small |= {"critic.path": None, "critic.warmup_steps": 1}
     elif kind == "dpo":
         rows = [{"prompt": f"{i}", "chosen": "1 2", "rejected": "2 1"} for i in range(8)]
         config, _ = offline(tmp_path, kind)
     else:
         config, _ = offline(tmp_path, kind, more="loss_fn: {kl_type: forward}" if kind == "distillation" else "")
-    small |= {"teacher.path": "embedded:sort", "batch.minibatches": 1} if kind == "distillation" else {}
+    small["data.chat_template"] = None
+    small |= {"batch.minibatches": 1, "teacher.path": "embedded:sort"} if kind == "distillation" else {}
     history = two_steps(config, tmp_path, rows, **small)
     assert len(history) == 2
     assert all(np.isfinite(step["loss"]) for step in history)

@@ -64,6 +64,7 @@ def test_a_command(tmp_path):
     assert (config.batch.prompts, config.batch.minibatches, config.batch.microbatch_rows) == (32, 2, 8)
     assert (config.rollout.group_size, config.total_steps) == (4, 10)
     assert (config.rollout.max_prompt_length, config.rollout.max_completion_length) == (128, 384)
+    assert (config.data.overlong, config.rollout.min_completion_length) == ("truncate_left", 1)
     assert (config.mesh.fsdp, config.rollout.devices) == (-1, 0)
     optimizer = config.optimizer
     assert (optimizer.learning_rate, optimizer.b2, optimizer.schedule) == (5e-7, 0.95, "cosine")
@@ -74,13 +75,15 @@ def test_a_command(tmp_path):
     names = {}
     exec((tmp_path / "config_functions.py").read_text(), names)
     assert names["reward"](["1+1", "2"], ["= 2", "x"], label=["2", "2"]) == pytest.approx([0.94, -0.02])
-    assert len(names["module_of"]("rewards.py").calls) == 1  # the file is read once
+    # Called for each row by itself, as there, of a file that is read once.
+    assert len(names["module_of"]("rewards.py").calls) == 2
 
 
 def test_former_flags_and_pairs(tmp_path):
     config, text = command(tmp_path, "--ipo", text=FORMER)
     assert config.data.sources[0]["weight"] == 0.25 and config.data.sources[1]["path"] == "c/d"
     assert (config.batch.prompts, config.data.max_length, config.algorithm.beta) == (64, 256, 0.2)
+    assert config.data.overlong == "truncate_right"
     assert (config.algorithm.loss, config.optimizer.learning_rate) == ("ipo(normalize=False)", 5e-7)
     assert preference_spec(config).losses[0].function.__name__ == "ipo"
     assert "SECRETKEY" not in text
@@ -95,6 +98,34 @@ def test_former_flags_and_pairs(tmp_path):
     assert config.algorithm.loss == "kto(desirable_weight=0.5)"
 
 
+def test_evaluations_references_and_samples_of_other_commands(tmp_path):
+    config, text = command(tmp_path, "--eval_dataset a/c --max_samples 50 --ref_pretrain e/f", text=FORMER)
+    text = " ".join(text.split())
+    assert (config.eval.every, config.eval.at_start, config.data.eval_split) == (0, False, "test")
+    assert [source["split"] for source in config.data.sources] == ["train[:50]", "train[:50]"]
+    assert "eval.steps is not set, which evaluates after each epoch" in text
+    assert "ref_pretrain = e/f: the reference is the model as it is at the start" in text
+    assert "max_samples = 50 are rows of each data set here" in text
+    config, _ = command(tmp_path, "--eval_dataset a/c", text=FORMER, rows=640)
+    assert (config.eval.every, config.total_steps) == (10, 10)
+    text = FORMER.replace("a/b,c/d --dataset_probs 0.25,0.75", "a/b@en")
+    config, text = command(tmp_path, "--eval_dataset a/c --eval_steps 3", text=text)
+    assert (config.data.path, config.eval.every) == ("a/b", 3)
+    assert "a/b@en is the folder en of a/b" in " ".join(text.split())
+
+
+def test_a_mixture_of_experts_has_no_load_balancing_loss_unless_it_is_asked_for(tmp_path):
+    """The coefficient in config.json counts in transformers where the configuration returns the router's logits."""
+    text = FORMER.replace("Qwen3-0.6B", "Qwen3-30B-A3B")
+    assert command(tmp_path, text=text)[0].model.router_aux_loss_coef == 0.0
+    assert command(tmp_path, "--aux_loss_coef 0.01", text=text)[0].model.router_aux_loss_coef == 0.01
+    assert command(tmp_path, text=FORMER)[0].model.router_aux_loss_coef is None
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.json").write_text('{"model_type": "mixtral", "num_local_experts": 4}')
+    text = FORMER.replace("Qwen/Qwen3-0.6B", "own")
+    assert command(tmp_path, text=text)[0].model.router_aux_loss_coef == 0.0
+
+
 @pytest.mark.parametrize(
     ("flags", "row", "made"),
     [
@@ -103,6 +134,11 @@ def test_former_flags_and_pairs(tmp_path):
             "--output_key a --input_key q --input_template '<{}>'",
             {"q": "1", "a": "2"},
             {"prompt": "<1>", "completion": "2"},
+        ),
+        (
+            "--output_key a --input_key q --input_template no_place",
+            {"q": "1", "a": "2"},
+            {"prompt": "1", "completion": "2"},
         ),
     ],
 )
@@ -219,6 +255,9 @@ def test_gae_of_openrlhf(tmp_path):
     assert (algorithm.beta, algorithm.kl, algorithm.kl_in_reward) == (0.02, "k1", True)
     assert (config.critic.epsilon, config.critic.learning_rate, config.critic.schedule) == (0.3, 9e-6, "cosine")
     assert algorithm.reward_clip == (-10.0, 10.0)
+    assert (config.critic.min_lr_ratio, config.critic.warmup_steps) == (0.1, 0)
+    config, _ = command(tmp_path, "--critic.lr_scheduler cosine --critic.freezing_steps 2", estimator="gae")
+    assert (config.critic.min_lr_ratio, config.critic.warmup_steps) == (0.0, 3)  # of the steps 0, 1 and 2
     rng = np.random.default_rng(0)
     rewards, values, mask = rng.normal(size=(N, T)), rng.normal(size=(N, T)), made_rows().mask
     kept, last, raw = values * mask, np.zeros(N), np.zeros((N, T))

@@ -78,11 +78,12 @@ def test_a_command_line(tmp_path):
     assert (config.lora.rank, config.lora.alpha) == (64, 32.0)
     assert config.lora.targets == ("q_proj", "k_proj", "v_proj", "gate_proj", "o_proj")
     assert (config.mesh.fsdp, config.mesh.tensor) == (2, 4)
-    # 8 prompts are two updates; Tunix counts updates: 100 are 50 steps, 500 are 250.
-    assert (config.batch.prompts, config.batch.minibatches, config.batch.microbatch_rows) == (8, 2, 8)
-    assert (config.total_steps, config.checkpoint.every, config.checkpoint.keep) == (50, 250, 4)
+    # The sampler has the trainer's weights, so each update of 4 of the 8 prompts has samples of its own policy.
+    assert (config.batch.prompts, config.batch.minibatches, config.batch.microbatch_rows) == (4, 1, 8)
+    assert "the 8 prompts of a batch are 2 steps here" in " ".join(text.split())
+    assert (config.total_steps, config.checkpoint.every, config.checkpoint.keep) == (100, 500, 4)
     optimizer = config.optimizer
-    assert (optimizer.schedule, optimizer.schedule_steps, optimizer.warmup_steps) == ("cosine", 50, 5)
+    assert (optimizer.schedule, optimizer.schedule_steps, optimizer.warmup_steps) == ("cosine", 100, 10)
     assert (optimizer.learning_rate, optimizer.min_lr_ratio) == (3e-6, pytest.approx(0.1))
     assert (optimizer.b2, optimizer.weight_decay, optimizer.no_decay) == (0.99, 0.1, ())
     # The command line of Tunix gives max_grad_norm to no optimizer.
@@ -95,18 +96,52 @@ def test_a_command_line(tmp_path):
     assert config.output_dir == "/tmp/tunix"
 
 
+def test_a_sampler_of_its_own_serves_all_updates_of_a_batch(tmp_path):
+    config, _ = command(tmp_path, "rollout_engine=vllm")
+    assert (config.batch.prompts, config.batch.minibatches, config.batch.microbatch_rows) == (8, 2, 8)
+    # Tunix counts updates: 100 are 50 steps, 500 are 250.
+    assert (config.total_steps, config.checkpoint.every, config.rollout.devices) == (50, 250, 0)
+    mesh = "rollout_model_config.mesh"
+    config, _ = command(tmp_path, f"{mesh}.shape=\"(2,4)\" {mesh}.axis_names=\"('fsdp','tp')\"")
+    assert (config.batch.minibatches, config.rollout.devices, config.rollout.mesh) == (2, 8, "fsdp=2,tensor=4")
+
+
+def test_without_max_steps_a_batch_of_rows_is_one_update(tmp_path):
+    (tmp_path / "a.yaml").write_text(GSM8K + "batch_size: 8\nnum_batches: 50\n")
+    config, text = migrate("a.yaml", output="config.py")
+    assert (config.batch.prompts, config.total_steps) == (4, 50)
+    assert "ends after a share of 0.5 of the rows" in " ".join(text.split())
+    (tmp_path / "a.yaml").write_text(GSM8K + "batch_size: 8\nrollout_engine: vllm\n")
+    assert migrate("a.yaml", output="config.py")[0].num_epochs == 0.5
+
+
+def test_the_rate_that_optax_gets(tmp_path):
+    """Tunix gives learning_rate to the optimizer, where it is set, and the schedule otherwise; and no optimizer an
+    argument that it does not have.
+    """
+    at = "rl_training_config.actor_optimizer_config"
+    config, text = command(tmp_path, f"{at}.learning_rate=2e-6 {at}.opt_type=adam")
+    optimizer = config.optimizer
+    assert (optimizer.learning_rate, optimizer.schedule, optimizer.warmup_steps) == (2e-6, "constant", 0)
+    assert (optimizer.name, optimizer.b2, optimizer.weight_decay) == ("adamw", 0.99, 0.0)
+    assert "warmup_cosine_decay_schedule has no effect there" in " ".join(text.split())
+    optimizer = command(tmp_path, f"{at}.opt_type=sgd {at}.momentum=0.5")[0].optimizer
+    assert (optimizer.name, optimizer.b1, optimizer.weight_decay) == ("sgd", 0.5, 0.0)
+
+
 def test_what_is_left_out_is_as_in_its_base_config_unless_the_section_is_replaced(tmp_path):
     config, _ = migrate(
         written_yaml(tmp_path, "model_config: {model_id: a/b}\ngrpo_config: {num_generations: 3}\nbatch_size: 4\n")
     )
-    assert (config.optimizer.learning_rate, config.optimizer.b2, config.total_steps) == (3e-5, 0.99, 10)
+    assert (config.optimizer.learning_rate, config.optimizer.b2, config.total_steps) == (1e-5, 0.99, 10)
+    assert (config.optimizer.schedule, config.optimizer.warmup_steps) == ("constant", 0)
     assert (config.rollout.top_k, config.algorithm.beta, config.rollout.max_completion_length) == (50, 0.08, 768)
     text = (
         "grpo_config: {num_generations: 3}\nrl_training_config: {max_steps: 7, actor_optimizer_config: {value: 1e-6, "
     )
     config, _ = migrate(written_yaml(tmp_path, text + "opt_type: lion, schedule_type: constant_schedule}}\n"))
-    assert (config.optimizer.name, config.optimizer.learning_rate, config.optimizer.b2) == ("lion", 1e-6, 0.999)
-    assert (config.optimizer.weight_decay, config.checkpoint.every, config.total_steps) == (1e-4, 0, 7)
+    assert (config.optimizer.name, config.optimizer.learning_rate, config.optimizer.b2) == ("lion", 1e-6, 0.99)
+    assert (config.optimizer.weight_decay, config.checkpoint.every, config.total_steps) == (1e-3, 0, 7)
 
 
 def written_yaml(tmp_path, text):
@@ -173,9 +208,9 @@ def test_dapo_measures_long_completions_in_characters(tmp_path):
 
 def test_without_log_probs_of_the_sampler_nothing_is_clipped(tmp_path):
     """Tunix's ratio is then that of the policy to itself; one update of a batch has that ratio here too."""
-    config, _ = command(tmp_path, "rollout_config.return_logprobs=false")
+    config, _ = command(tmp_path, "rollout_config.return_logprobs=false rollout_engine=vllm")
     assert config.algorithm.loss == "reinforce"
-    config, _ = command(tmp_path, "rollout_config.return_logprobs=false", "rl_training_config.mini_batch_size=8")
+    config, _ = command(tmp_path, "rollout_config.return_logprobs=false")
     assert config.algorithm.loss == "ppo_clip"
 
 

@@ -45,8 +45,8 @@ def migrate(
     """
     path, named = Path(path).expanduser(), Path(output or path).expanduser()
     companion = companion_of(named)
-    source = read(str(path), system, trainer, str(companion))
-    options, checks = Options(devices, rows, version, str(companion)), []
+    source = read(str(path), system, trainer, str(companion))._replace(companion=str(companion))
+    options, checks = Options(devices, rows, version), []
     while True:
         result, error = _converted(source, options, checks)
         if result is not None:

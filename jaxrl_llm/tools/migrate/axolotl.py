@@ -7,7 +7,7 @@ from typing import Any
 from jaxrl_llm.data.formats.lookup import known
 from jaxrl_llm.data.named_templates import TEMPLATES
 from jaxrl_llm.tools.migrate import distillation, shared, trl, trl_run
-from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source, short
+from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source, has_experts, short
 from jaxrl_llm.tools.migrate.losses import with_options
 from jaxrl_llm.tools.migrate.table import CONVERT, defaults, rules, table
 
@@ -174,8 +174,7 @@ def _model(draft: Draft, yaml: dict[str, Any]) -> None:
     draft.use("tiled_mlp", "tiled_mlp_num_shards")
     if yaml.get("bf16", "auto") and not yaml.get("fp16"):
         draft.set("model.param_dtype", "bfloat16", "bf16")
-    experts = re.search(rules("warnings")["experts"], str(draft.values.get("model.path")), re.IGNORECASE)
-    if draft.values.get("model.quantize") and experts:
+    if draft.values.get("model.quantize") and has_experts(str(draft.values.get("model.path"))):
         of_experts = "same" if yaml.get("quantize_moe_experts") else "none"
         draft.set("model.quantize_experts", of_experts, "quantize_moe_experts")
     draft.use("quantize_moe_experts")

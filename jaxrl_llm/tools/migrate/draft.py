@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ class Source(NamedTuple):
     path: str
     checks: tuple[str, ...] = ()  # what could not be read
     functions: str = ""  # the source of functions that the file defines
+    companion: str = "functions.py"  # the file that they are written to
 
     def without(self, key: str) -> "Source":
         """Return the source without a key."""
@@ -44,7 +45,14 @@ class Options(NamedTuple):
     devices: int = 0  # processes that trained there; 0: as the file says, or 1
     rows: int = 0  # rows of the training data; 0: unknown
     version: str = ""  # whose defaults; empty: the newest
-    companion: str = ""  # the file for functions
+
+
+def renamed(settings: Mapping[str, Any], name_of: Callable[[str], str]) -> dict[str, tuple[str, Any]]:
+    """Return key of the rules -> (key in the file, value), as `Draft` takes them; of two of one name the later counts.
+
+    Values that only a shell fills in are left out: they are as by default.
+    """
+    return {name_of(key): (key, value) for key, value in settings.items() if not OPEN.search(str(value))}
 
 
 class Draft:
@@ -71,7 +79,6 @@ class Draft:
         self.origins: dict[str, str] = {}
         self.used: set[str] = set()
         self.checks: list[str] = list(source.checks)
-        self.companion = ""  # the file that they go to
         self.functions: list[str] = []  # the source of functions that the rules make
         for key, value in source.settings.items():
             entry = find(known(source.library), key)
@@ -140,6 +147,12 @@ class Draft:
                 value = self.get(key)
                 self.set(entry.ours.split()[0], value if value is None else CONVERT.get(key, lambda x: x)(value), key)
 
+    def function(self, name: str, text: str, **filled: Any) -> str:
+        """Write a function, with the words `filled` in its text replaced, and return its name for a setting."""
+        words = "|".join(sorted(filled, key=len, reverse=True))
+        self.functions.append(re.sub(words, lambda word: str(filled[word[0]]), text) if filled else text)
+        return f"{self.source.companion}:{name}"
+
     def finish(self) -> tuple[ConfigDict, str]:
         """Return the configuration and the text of its file; raises ConfigError where the keys contradict each other.
 
@@ -203,7 +216,11 @@ class Draft:
             self.check(
                 f"model.path is {model}: see that docs/models.md has its architecture (model_type in config.json)"
             )
-        if self.values.get("model.quantize") and re.search(known["experts"], model, re.IGNORECASE):
+        experts, key = has_experts(model), "model.router_aux_loss_coef"
+        told = key in self.values or "output_router_logits=True" in str(self.values.get("model.overrides"))
+        if experts and not told and self.source.library != "harmony":  # that of config.json by default here
+            self.values[key], self.origins[key] = 0.0, "no load-balancing loss, by default"
+        if self.values.get("model.quantize") and experts:
             if self.values.get("model.quantize_experts") == "none":
                 self.check(
                     f"model.quantize_experts is none: the matrices of experts, most of {model}, stay as they are: see "
@@ -252,6 +269,16 @@ class Draft:
             if not entry.ours and key in matters and value not in (None, matters[key]):
                 self.check(f"{line} has no equivalent: {entry.note}")
         return missing
+
+
+def has_experts(model: str) -> bool:
+    """Return True for a mixture of experts, by the config.json of its folder, or else by its name."""
+    file = Path(model).expanduser() / "config.json"
+    if file.is_file():
+        return bool(
+            re.search(r'"(num_experts|num_local_experts|n_routed_experts|moe_num_experts)": *[1-9]', file.read_text())
+        )
+    return bool(re.search(rules("warnings")["experts"], Path(model).name, re.IGNORECASE))
 
 
 def shown(key: str, value: Any) -> str:

@@ -35,7 +35,6 @@ def convert(source: Source, options: Options) -> Draft:
     theirs = {**defaults("trl", trainer), **RULES["defaults"]}
     title = f"{stage}, from FILE of LLaMA-Factory; what that leaves out is as in LLaMA-Factory."
     draft = Draft(source, title, theirs, _translated(yaml, stage))
-    draft.companion = options.companion
     trl.apply(draft, trainer, options)
     draft.set_direct("llamafactory")
     draft.drop("data.path", "data.split", "data.eval_split")
@@ -114,7 +113,7 @@ def _data(draft: Draft, yaml: dict[str, Any], stage: str) -> None:
         split, count = str(entry.get("split", "train")), entry.get("num_samples") or most
         split = f"{split}[:{int(count)}]" if count else split
         path = entry.get("hf_hub_url") or str(folder / str(entry.get("file_name") or entry.get("script_url")))
-        one = {"path": path, "split": split, "format": f"{draft.companion}:{_format(draft, name, entry, stage)}"}
+        one = {"path": path, "split": split, "format": _format(draft, name, entry, stage)}
         sources.append(one | ({"name": entry["subset"]} if entry.get("subset") else {}))
         if {"images", "videos", "audios"} & set(entry.get("columns", {})):
             draft.check(
@@ -192,8 +191,7 @@ def _format(draft: Draft, name: str, entry: dict[str, Any], stage: str) -> str:
         label = f', "label": row[{said.get("kto_tag", "kto_tag")!r}]' if stage == "kto" else ""
         lines.append(f'return {{"prompt": {parts[0]}, "completion": {parts[1]}{label}}}')
     body = "".join(f"    {line}\n" for line in lines)
-    draft.functions.append(f'def {function}(row):\n    """Return a row as LLaMA-Factory makes it."""\n{body}')
-    return function
+    return draft.function(function, f'def {function}(row):\n    """Return a row as LLaMA-Factory makes it."""\n{body}')
 
 
 def _preference(draft: Draft, yaml: dict[str, Any]) -> None:

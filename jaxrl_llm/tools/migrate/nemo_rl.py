@@ -1,18 +1,19 @@
 """The rules for NeMo-RL: the YAML of its examples, which builds on its own, with the overrides of a command."""
 
+import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.tools.migrate import shared
-from jaxrl_llm.tools.migrate.draft import OPEN, Draft, Options, RefusedError, Source
-from jaxrl_llm.tools.migrate.losses import set_loss, with_options
+from jaxrl_llm.tools.migrate.draft import OURS, Draft, Options, RefusedError, Source, has_experts, renamed
+from jaxrl_llm.tools.migrate.losses import set_correction, set_loss, with_options
 from jaxrl_llm.tools.migrate.table import rules
 
 RULES = rules("nemo-rl")
-KINDS = {"grpo": "grpo", "distillation": "grpo", "sft": "sft", "dpo": "preference", "rm": "reward_model"}
+KINDS = {"grpo": "grpo", "ppo": "ppo", "distillation": "grpo", "sft": "sft", "dpo": "preference", "rm": "reward_model"}
 MEGATRON = "policy.megatron_cfg"
-CLAMPS = {"loss_fn.kl_input_clamp_value": 20.0, "loss_fn.kl_output_clamp_value": 10.0}
 # What changes what is learned and has no setting, unless it has this value; the last is what to do.
 ABSENT = {
     "algo.advantage_clip_low": (None, "advantages are not clipped"),
@@ -20,34 +21,38 @@ ABSENT = {
     "algo.seq_logprob_error_threshold": (None, "algorithm.rejection leaves rows out by their divergence"),
     "algo.invalid_tool_call_advantage": (None, "a reward function can punish what a completion says"),
     "algo.malformed_thinking_advantage": (None, "a reward function can punish what a completion says"),
-    "algo.reward_scaling.enabled": (False, "scale the rewards in their function, or by rewards.weights"),
     "algo.reward_shaping.stop_properly_penalty_coef": (
         None, "algorithm.missing_eos_penalty subtracts from the reward of a completion that did not end"
     ),
     "algo.preference_average_log_probs": (False, "dpo takes sums of log-probs here"),
+    "algo.stop_at_validation_metric": (None, "a run ends with its steps; early_stopping is one of the callbacks"),
     "policy.draft.enabled": (False, "no drafter is trained"),
+    "on_policy_distillation.enabled": (False, "teachers by the names of agents; teacher.path is one teacher"),
+    **{
+        f"reward_penalties.penalize_{what}": (False, "a reward function can punish what a completion says")
+        for what in ("duplicated_reasoning", "empty_final_answer", "unwanted_tokens", "malformed_think_tag")
+    },
 }  # fmt: skip
 
 
 def convert(source: Source, options: Options) -> Draft:
     """Return our settings for a YAML of NeMo-RL, or a command with its overrides."""
-    sections = [name for name in (*KINDS, "ppo") if any(key.startswith(f"{name}.") for key in source.settings)]
+    sections = [name for name in KINDS if any(key.startswith(f"{name}.") for key in source.settings)]
     trainer = source.trainer or next(iter(sections), "grpo")
     if trainer not in KINDS:
         raise RefusedError(f"{source.path}: {trainer} of NeMo-RL has no equivalent; there are {', '.join(KINDS)}")
-    named: dict[str, tuple[str, Any]] = {}
-    for key, value in source.settings.items():
-        name = f"algo.{key.removeprefix(f'{trainer}.')}" if key.startswith(f"{trainer}.") else key
-        if not OPEN.search(str(value)):
-            named[name] = (key, value)
+
+    def name_of(key: str) -> str:
+        return re.sub(rf"^{trainer}\.", "algo.", key).replace(".async_ppo.", ".async_grpo.")
+
+    named = renamed(source.settings, name_of)
     title = f"{trainer.upper()}, from FILE of NeMo-RL; what that leaves out is as in its examples/configs."
     draft = Draft(source, title, RULES[trainer], named)
     for key in RULES[trainer]:
         draft.names.setdefault(key, key.replace("algo.", f"{trainer}.", 1) if key.startswith("algo.") else key)
-    draft.companion = options.companion
     draft.set("algorithm.name", KINDS[trainer])
     devices = _model(draft, options)
-    online = trainer in ("grpo", "distillation")
+    online = KINDS[trainer] in ("grpo", "ppo")
     if online:
         _batch(draft, devices)
         _sampling(draft)
@@ -56,11 +61,11 @@ def convert(source: Source, options: Options) -> Draft:
         draft.set("batch.prompts", rows, "policy.train_global_batch_size")
         micro = int(draft.get("policy.train_micro_batch_size")) * devices * each
         shared.microbatch_rows(draft, micro, rows * each, "policy.train_micro_batch_size")
-        draft.set(
-            "data.max_length", int(draft.get("policy.max_total_sequence_length")), "policy.max_total_sequence_length"
-        )
-    _data(draft, trainer)
-    if trainer == "grpo":
+        longest = "policy.max_total_sequence_length"
+        draft.set("data.max_length", int(draft.get(longest)), longest)
+        draft.set("data.overlong", "filter", longest)
+    _data(draft, trainer, options)
+    if trainer in ("grpo", "ppo"):
         _advantage(draft)
         _loss(draft)
     elif trainer == "distillation":
@@ -78,6 +83,8 @@ def convert(source: Source, options: Options) -> Draft:
         likely, weight = float(draft.get("algo.sft_loss_weight")), float(draft.get("algo.preference_loss_weight"))
         draft.set("algorithm.loss", "dpo+sft" if likely else "dpo", "algo.sft_loss_weight")
         draft.set("algorithm.loss_weights", (weight, likely) if likely else None, "algo.preference_loss_weight")
+        if weight != 1 and not likely:
+            draft.check(f"dpo.preference_loss_weight = {weight:g} has no part in a loss of one term: it is 1 here")
         if likely:
             draft.check(
                 "sft_loss_weight weighs a mean of log-probs over tokens here, and sums of them there, by default"
@@ -88,7 +95,9 @@ def convert(source: Source, options: Options) -> Draft:
             draft.check(f"{draft.named(key)} = {draft.get(key)} has no equivalent: {why}")
         draft.use(key)
     _length(draft, options)
-    _rate(draft)
+    _rate(draft, "policy", "optimizer")
+    if trainer == "ppo":
+        _critic(draft)
     _saving(draft, online)
     return draft
 
@@ -102,12 +111,8 @@ def _model(draft: Draft, options: Options) -> int:
         "model.tokenizer", tokenizer if tokenizer != draft.values["model.path"] else None, "policy.tokenizer.name"
     )
     draft.set("data.chat_template", draft.get("policy.tokenizer.chat_template"), "policy.tokenizer.chat_template")
-    given = {k: v for k, v in draft.settings.items() if k.startswith(start := "policy.tokenizer.chat_template_kwargs.")}
-    written = ", ".join(f"{key.removeprefix(start)}={value!r}" for key, value in given.items())
-    draft.set("data.chat_template_kwargs", written or None, *given)
-    overrides = {k: v for k, v in draft.settings.items() if k.startswith(start := "policy.hf_config_overrides.")}
-    written = ", ".join(f"{key.removeprefix(start)}={value!r}" for key, value in overrides.items())
-    draft.set("model.overrides", written or None, *overrides)
+    shared.set_options(draft, "data.chat_template_kwargs", "policy.tokenizer.chat_template_kwargs")
+    shared.set_options(draft, "model.overrides", "policy.hf_config_overrides")
     dtype = shared.type_name(draft.get("policy.precision"))
     draft.set("model.dtype", "bfloat16" if dtype == "float16" else dtype, "policy.precision")
     megatron = bool(draft.get(f"{MEGATRON}.enabled"))
@@ -138,12 +143,12 @@ def _model(draft: Draft, options: Options) -> int:
         draft.set("mesh.data", 1, "policy.dtensor_cfg.enabled")
     keys = ("cluster.gpus_per_node", "cluster.num_nodes")
     count = options.devices or int(draft.get(keys[0])) * int(draft.get(keys[1]))
-    draft.use(*keys, *sharing.values())
-    for ours, key in sharing.items():
-        if (size := int(draft.get(key) or 1)) > 1:
-            draft.set(ours, size, key)
-            count = count // size if ours != "mesh.expert" else count
-    return max(count, 1)
+    draft.use(*keys)
+    if megatron and has_experts(str(draft.values["model.path"])):
+        draft.set("model.freeze_router", draft.get(f"{at}.freeze_moe_router"), f"{at}.freeze_moe_router")
+        if draft.get(key := f"{at}.moe_router_load_balancing_type") not in (None, "none"):  # by the model's coefficient
+            draft.set_none("model.router_aux_loss_coef", key)
+    return shared.shared_rows(draft, sharing, count)
 
 
 def _batch(draft: Draft, devices: int) -> None:
@@ -154,6 +159,7 @@ def _batch(draft: Draft, devices: int) -> None:
     draft.set("rollout.group_size", group, "algo.num_generations_per_prompt")
     minibatches = max(prompts * group // rows, 1)
     draft.set("batch.minibatches", minibatches, key)
+    draft.set("algorithm.num_iterations", draft.get("algo.ppo_epochs"), "algo.ppo_epochs")
     each = "policy.train_micro_batch_size"
     packed = next(
         (f"policy.{kind}" for kind in ("sequence_packing", "dynamic_batching") if draft.get(f"policy.{kind}.enabled")),
@@ -201,60 +207,72 @@ def _sampling(draft: Draft) -> None:
     draft.use("algo.async_grpo.enabled", "algo.async_grpo.max_trajectory_age_steps")
 
 
-def _data(draft: Draft, trainer: str) -> None:
+def _data(draft: Draft, trainer: str, options: Options) -> None:
     """Set the rows, the function that reads them, and the rewards that their environment gives."""
-    at = "data.train"
-    if isinstance(draft.get("data.train"), list):
-        draft.set("data.path", "DATA", "data.train")
+    at, pairs = "data.train", trainer in ("dpo", "rm")
+    if isinstance(draft.get(at), list):
+        draft.set("data.path", "DATA", at)
         draft.check("data.train is a list of data sets: write them in data.sources, each with its path and split")
         return
     path, name = draft.get(f"{at}.data_path"), str(draft.get(f"{at}.dataset_name") or "")
-    known = RULES["datasets"].get(name)
-    columns = [draft.first(f"{at}.{key}_key", f"data.default.{key}_key", default=key) for key in ("input", "output")]
-    keys = [f"{at}.{key}" for key in ("data_path", "dataset_name", "input_key", "output_key", "split", "subset")]
-    if path:
-        draft.set("data.path", path, keys[0])
-        draft.set("data.split", draft.get(keys[4]), keys[4])
-        draft.set("data.name", draft.get(keys[5]), keys[5])
-    elif known:
-        draft.set("data.path", known[0], keys[1])
-        draft.set("data.split", draft.first(keys[4], default=known[1]), keys[4], keys[1])
-        columns = known[2:]
-    else:
-        draft.set("data.path", "DATA", keys[1])
+    known = {} if path else RULES["pairs" if pairs else "datasets"].get(name)
+    key = f"{at}.data_path" if path else f"{at}.dataset_name"
+    draft.set("data.path", path or (known or {}).get("path", "DATA"), key)
+    if known is None:
         draft.check(
-            f"{draft.named(keys[1])} = {name} is a class of NeMo-RL: set data.path to its rows, and see data.format"
+            f"{draft.named(key)} = {name} is a class of NeMo-RL: set data.path to its rows, and see data.format"
         )
-    draft.use(*keys)
+    known = known or {}
+    draft.set("data.name", draft.first(f"{at}.subset", default=known.get("name")), f"{at}.subset")
     draft.set("data.shuffle", bool(draft.get("data.shuffle")), "data.shuffle")
+    source = {
+        "path": draft.values["data.path"],
+        "split": draft.first(f"{at}.split", default=known.get("split", "train")),
+    }
+    given = [key for key in draft.settings if key.startswith("data.validation.")]
+    other = None if draft.sets("data.validation") and not given else draft.get("data.validation.dataset_name")
     if share := float(draft.get(f"{at}.split_validation_size") or 0):
-        draft.set("eval.fraction", share, f"{at}.split_validation_size")
+        rows = shared.known_rows(options, source["path"], source["split"])
+        shared.hold_out(draft, share, f"{at}.split_validation_size", [source], rows)
+        draft.set("data.eval_split", source.get("eval_split"), f"{at}.split_validation_size")
     elif validation := draft.get("data.validation.data_path"):
         draft.set("data.eval_path", validation, "data.validation.data_path")
         draft.set("data.eval_split", draft.get("data.validation.split"), "data.validation.split")
-    elif other := draft.get("data.validation.dataset_name"):
+    elif other and known and other == name:
+        draft.set("data.eval_path", source["path"], "data.validation.dataset_name")
+        draft.set("data.eval_split", draft.get("data.validation.split"), "data.validation.split")
+    elif other:
         draft.check(f"data.validation.dataset_name = {other}: set data.eval_path and data.eval_split to its rows")
         draft.use("data.validation.dataset_name", "data.validation.split")
-    if trainer in ("dpo", "rm"):
-        draft.check(
-            "data sets of pairs are classes of NeMo-RL: rows need prompt, chosen and rejected here (docs/data.md)"
-        )
-        return
-    filled = {"INPUT": repr(columns[0]), "OUTPUT": repr(columns[1])}
-    if trainer != "sft":
-        texts = [
-            _text(draft, draft.first(f"{at}.{kind}", f"data.default.{kind}"))
-            for kind in ("prompt_file", "system_prompt_file")
-        ]
-        system = f'[{{"role": "system", "content": {texts[1]!r}}}, ] + ' if texts[1] else ""
-        filled |= {"TEMPLATE": repr(texts[0]), "SYSTEM": system}
+    draft.set("data.split", source["split"], f"{at}.split")
+    draft.use(f"{at}.data_path", f"{at}.dataset_name")
+    _format(draft, trainer, known)
+    if not pairs and trainer != "sft":
         _rewards(draft, at)
-    text = RULES["functions"]["completions" if trainer == "sft" else "prompts"]
-    draft.functions.append(re.sub("INPUT|OUTPUT|TEMPLATE|SYSTEM", lambda word: filled[word[0]], text))
-    which = "completions" if trainer == "sft" else "prompts"
-    draft.set(
-        "data.format", f"{draft.companion}:{which}", "data.default.prompt_file", f"{at}.input_key", f"{at}.output_key"
-    )
+
+
+def _format(draft: Draft, trainer: str, known: Mapping[str, str]) -> None:
+    """Set the function that reads a row as NeMo-RL does: of its data set `known`, or of a file with columns."""
+    at, kind = "data.train", {"dpo": "pairs", "rm": "pairs", "sft": "completions"}.get(trainer, "prompts")
+    names = RULES["columns"][kind]  # by default
+    columns = {f"{at}.{name}_key": f"data.default.{name}_key" for name in names}
+    row = [f"row[{draft.first(*keys, default=name)!r}]" for keys, name in zip(columns.items(), names, strict=True)]
+    files = {f"{at}.{name}": f"data.default.{name}" for name in RULES["files"][kind]}
+    prompt, system = [*(_text(draft, draft.first(*keys)) for keys in files.items()), None, None][:2]
+    messages = f'{{"role": "user", "content": {known.get("question", row[0])}}}, '
+    messages += f'{{"role": "assistant", "content": {known.get("answer", row[1])}}}'
+    if "context" in known:
+        messages = f'{{"role": "system", "content": {known["context"]}}}, {messages}'
+    told = "" if "question" in known else 'row["messages"] if "messages" in row else '
+    filled = {
+        "MESSAGES": f"{told}[{messages}]",
+        "TEMPLATE": repr(prompt),
+        "SYSTEM": f'[{{"role": "system", "content": {system!r}}}] + ' if system else "",
+        **dict(zip(("ASKED", "CHOSEN", "REJECTED"), row, strict=False)),
+    }
+    keys = [key for pair in (columns | files).items() for key in pair]
+    draft.set("data.format", draft.function(kind, RULES["functions"][known.get("function", kind)], **filled), *keys)
+    draft.use(*keys)
 
 
 def _text(draft: Draft, file: Any) -> str | None:
@@ -263,20 +281,28 @@ def _text(draft: Draft, file: Any) -> str | None:
         return None
     found = next((path for path in (Path(file), Path(draft.source.path).parent / file) if path.is_file()), None)
     if found is None and file not in RULES["prompts"]:
-        draft.check(f"the prompt file {file} is not here: write its text to PROMPT in {draft.companion}")
+        draft.check(f"the prompt file {file} is not here: write its text to PROMPT in {draft.source.companion}")
     return found.read_text(encoding="utf-8") if found else RULES["prompts"].get(file)
 
 
 def _rewards(draft: Draft, at: str) -> None:
     """Set the rewards of the environment that the rows name."""
-    name = str(draft.first(f"{at}.env_name", "data.default.env_name", default="math"))
-    draft.set(
-        "rewards.functions",
-        ("math_accuracy",) if name == "math" else ("REWARD",),
-        "data.default.env_name",
-        f"{at}.env_name",
-    )
-    if name != "math":
+    keys = (f"{at}.env_name", "data.default.env_name")
+    name = str(draft.first(*keys))
+    model = draft.get("env.reward_model.model_name") if name == "reward_model" else None
+    known = {"math": "math_accuracy", "reward_model": f"model:{model}" if model else None}.get(name)
+    bounds = [f"algo.reward_scaling.{key}" for key in ("source_min", "source_max", "target_min", "target_max")]
+    if draft.get(key := "algo.reward_scaling.enabled"):
+        if name == "math":
+            filled = dict(
+                zip(("LOW", "HIGH", "LEAST", "MOST"), (float(draft.get(bound)) for bound in bounds), strict=True)
+            )
+            known = draft.function("scaled", RULES["functions"]["scaled"], **filled)
+        else:
+            draft.check(f"{draft.named(key)}: scale the rewards in their function, from {bounds[0]} on")
+    draft.use(key, *bounds)
+    draft.set("rewards.functions", (known or "REWARD",), *keys, "env.reward_model.model_name")
+    if known is None:
         draft.check(
             f"env_name is {name}, an environment of NeMo-RL: write its reward (rewards.functions), or environment"
         )
@@ -293,6 +319,8 @@ def _advantage(draft: Draft) -> None:
     known = {
         "grpo": with_options("group", options) if normalize or not leave else "rloo",
         "gdpo": with_options("gdpo", options),
+        "gae": _gae(draft),
+        "raw_reward": with_options("raw_reward", {}),
         "reinforce_plus_plus": with_options(
             "reinforce_plus_plus_baseline" if draft.get(f"{at}.minus_baseline") else "reinforce_plus_plus", whitened
         ),
@@ -327,12 +355,35 @@ def _advantage(draft: Draft) -> None:
             float(draft.get(f"{shaping}.overlong_buffer_penalty")),
             f"{shaping}.overlong_buffer_penalty",
         )
+        counted = draft.first(
+            key := f"{shaping}.max_response_length", default=draft.values["rollout.max_completion_length"]
+        )
+        if int(counted) != draft.values["rollout.max_completion_length"]:
+            draft.check(f"{draft.named(key)} = {counted}: the punishment here ends at rollout.max_completion_length")
+    names = ("enabled", "overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
+    draft.use(*(f"{shaping}.{name}" for name in names))
+
+
+def _gae(draft: Draft) -> str:
+    """Return the advantages of PPO: with a decay of the critic's own, or for each row one by its length, as VAPO."""
+    at = "algo.adv_estimator"
+    lam, critic = (f"gae_lambda_{name}" for name in ("policy", "value"))
+    options = {"gamma": float(draft.first(f"{at}.gae_gamma", default=1.0))}
+    alpha = float(draft.get(f"{at}.length_adaptive_alpha") or 0.0)
+    options |= (
+        {"alpha": alpha} if alpha else {"lam": float(draft.first(f"{at}.{lam}", f"{at}.gae_lambda", default=0.95))}
+    )
+    options |= {"lam_critic": float(draft.first(f"{at}.{critic}", f"{at}.gae_lambda", default=0.95))}
+    if options.get("lam") == options["lam_critic"]:
+        del options["lam_critic"]
+    options |= {} if draft.first(f"{at}.normalize_advantages", default=True) else {"whiten_advantages": False}
     draft.use(
         *(
-            f"{shaping}.{name}"
-            for name in ("enabled", "overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
+            f"{at}.{name}"
+            for name in ("gae_gamma", "gae_lambda", lam, critic, "length_adaptive_alpha", "normalize_advantages")
         )
     )
+    return with_options("vapo" if alpha else "ppo", options)
 
 
 def _loss(draft: Draft) -> None:
@@ -368,19 +419,20 @@ def _loss(draft: Draft) -> None:
         )
     beta = float(draft.get(f"{at}.reference_policy_kl_penalty"))
     draft.set("algorithm.beta", beta, f"{at}.reference_policy_kl_penalty")
-    draft.use(
-        *CLAMPS, f"{at}.reference_policy_kl_type", f"{at}.use_kl_in_reward", f"{at}.use_on_policy_kl_approximation"
-    )
+    unread = ("reference_policy_kl_type", "use_kl_in_reward", "use_on_policy_kl_approximation")
+    draft.use(*(f"{at}.{name}" for name in (*unread, "kl_input_clamp_value", "kl_output_clamp_value")))
     if beta:
         draft.set("algorithm.kl", str(draft.get(f"{at}.reference_policy_kl_type")), f"{at}.reference_policy_kl_type")
         if draft.get(f"{at}.use_kl_in_reward"):
             draft.set("algorithm.kl_in_reward", True, f"{at}.use_kl_in_reward")
-            draft.check(
-                "use_kl_in_reward: NeMo-RL takes the KL of a token off its own advantage; here it is off the score"
-            )
+            if draft.values["algorithm.name"] != "ppo":
+                draft.check(
+                    "use_kl_in_reward: NeMo-RL takes the KL of a token off its own advantage; here it is off the score"
+                )
         else:  # the gradient of the estimate's expectation has that of the sampled token's probability
             draft.set("algorithm.kl_bias_correction", True, f"{at}.use_on_policy_kl_approximation")
-            if draft.values["batch.minibatches"] > 1 and not draft.get(f"{at}.use_on_policy_kl_approximation"):
+            updates = draft.values["batch.minibatches"] * draft.values.get("algorithm.num_iterations", 1)
+            if updates > 1 and not draft.get(f"{at}.use_on_policy_kl_approximation"):
                 draft.check(
                     "the KL term is multiplied by the ratio here (algorithm.kl_bias_correction), and in NeMo-RL by 1 "
                     "with the ratio's gradient: the same in the first update of a batch"
@@ -396,23 +448,8 @@ def _correction(draft: Draft, rows: Any) -> None:
     if not draft.get(keys[0]):
         return
     kind, high, low = (draft.get(key) for key in keys[1:])
-    level = "sequence" if rows else "token"
-    draft.set(
-        "algorithm.importance_correction", f"{level}_{'mask' if kind == 'icepop' else 'truncate'}", keys[0], keys[1]
-    )
-    if kind is None:
-        draft.set("algorithm.importance_max", 1e9, keys[0])
-        return
-    shared.check_known(keys[1], kind, ("tis", "icepop", "seq-mask-tis"))
-    if kind == "seq-mask-tis":
-        filled = {"DUAL": repr(draft.get("loss_fn.ratio_clip_c")), "LOW": repr(float(low)), "HIGH": repr(float(high))}
-        text = rules("openrlhf")["functions"]["seq_mask_tis"]
-        draft.functions.append(re.sub(r"\b(DUAL|LOW|HIGH)\b", lambda word: filled[word[0]], text))
-        draft.set("algorithm.loss", f"{draft.companion}:seq_mask_tis", keys[1], keys[2], keys[3])
-        draft.set("algorithm.importance_max", 1e9, keys[1])
-        return
-    draft.set("algorithm.importance_max", float(high), keys[2])
-    draft.set("algorithm.importance_min", None if low is None else float(low), keys[3])
+    level, dual = "sequence" if rows else "token", draft.get("loss_fn.ratio_clip_c")
+    set_correction(draft, kind, (low, high), dual, *keys[1:], keys[0], level=level)
 
 
 def _distillation(draft: Draft) -> None:
@@ -439,90 +476,154 @@ def _distillation(draft: Draft) -> None:
 
 
 def _length(draft: Draft, options: Options) -> None:
-    """Set the steps of the run: the smaller of its steps and its epochs."""
+    """Set the seed and the steps of the run: the smaller of its steps and its epochs.
+
+    The collector of asynchronous GRPO goes once over the rows, that of PPO on and on.
+    """
+    draft.set("seed", int(draft.get("algo.seed")), "algo.seed")
     most, epochs = int(draft.get("algo.max_num_steps")), float(draft.get("algo.max_num_epochs") or 1)
+    if draft.get("algo.async_grpo.enabled"):
+        epochs = math.inf if draft.values["algorithm.name"] == "ppo" else 1.0
     rows = shared.known_rows(options, draft.values["data.path"], "train")
     rows -= int(rows * draft.values.get("eval.fraction", 0.0))
     per_epoch = rows // draft.values["batch.prompts"]
-    if (rows and (most < 0 or per_epoch * epochs < most)) or not 0 < most < 100_000:
+    if math.isfinite(epochs) and ((rows and (most < 0 or per_epoch * epochs < most)) or not 0 < most < 100_000):
         shared.epochs(draft, per_epoch, epochs, "algo.max_num_epochs")
     else:
         draft.set("total_steps", most, "algo.max_num_steps")
     draft.use("algo.max_num_steps", "algo.max_num_epochs")
 
 
-def _rate(draft: Draft) -> None:
-    """Set the optimizer and the learning rate, of torch or of Megatron."""
-    draft.set("seed", int(draft.get("algo.seed")), "algo.seed")
-    draft.set("optimizer.max_grad_norm", float(draft.get("policy.max_grad_norm") or 0.0), "policy.max_grad_norm")
+def _rate(draft: Draft, section: str, ours: str) -> None:
+    """Set the optimizer of the policy, or of the section value our `critic`, and its rate, of torch or of Megatron.
+
+    Their schedules count passes over a batch, and ours steps.
+    """
+    passes, total = draft.values.get("algorithm.num_iterations", 1), draft.values["total_steps"]
+
+    def put(name: str, value: Any, key: str) -> None:
+        """Set a key of the section `ours`; the critic's rate has no others than these."""
+        name = f"{ours}.{'lr_warmup_steps' if ours == 'critic' and name == 'warmup_steps' else name}"
+        if name in OURS:
+            draft.set(name, value, key)
+        draft.use(key)
+
     draft.set("optimizer.no_decay", ())
-    if draft.get(f"{MEGATRON}.enabled"):
-        at, of = f"{MEGATRON}.optimizer", f"{MEGATRON}.scheduler"
+    if ours == "optimizer":
+        draft.set("optimizer.max_grad_norm", float(draft.get(key := "policy.max_grad_norm") or 0.0), key)
+    if draft.get(f"{section}.megatron_cfg.enabled"):
+        at, of = f"{section}.megatron_cfg.optimizer", f"{section}.megatron_cfg.scheduler"
         rate = float(draft.get(f"{at}.lr"))
-        draft.set("optimizer.learning_rate", rate, f"{at}.lr")
-        draft.set("optimizer.weight_decay", float(draft.get(f"{at}.weight_decay")), f"{at}.weight_decay")
-        for name, key in (("b1", "adam_beta1"), ("b2", "adam_beta2"), ("eps", "adam_eps")):
-            draft.set(f"optimizer.{name}", float(draft.get(f"{at}.{key}")), f"{at}.{key}")
-        name = shared.schedule(draft, draft.get(f"{of}.lr_decay_style"), f"{of}.lr_decay_style")
-        warm = int(draft.get(f"{of}.lr_warmup_iters"))
-        draft.set("optimizer.warmup_steps", min(warm, draft.values["total_steps"]), f"{of}.lr_warmup_iters")
-        draft.set(
-            "optimizer.warmup_init", float(draft.get(f"{of}.lr_warmup_init")) if warm else None, f"{of}.lr_warmup_init"
-        )
+        names = {
+            "lr": "learning_rate",
+            "weight_decay": "weight_decay",
+            "adam_beta1": "b1",
+            "adam_beta2": "b2",
+            "adam_eps": "eps",
+        }
+        for key, name in names.items():
+            put(name, float(draft.get(f"{at}.{key}")), f"{at}.{key}")
+        if ours == "optimizer" and (kind := draft.first(f"{at}.optimizer", default="adam")) != "adam":
+            shared.optimizer(draft, kind, f"{at}.optimizer")
+        if (style := draft.get(f"{of}.weight_decay_incr_style")) in ("linear", "cosine"):
+            put("weight_decay", float(draft.get(f"{of}.start_weight_decay")), f"{of}.start_weight_decay")
+            put("weight_decay_end", float(draft.get(f"{of}.end_weight_decay")), f"{of}.end_weight_decay")
+            put("weight_decay_shape", style, f"{of}.weight_decay_incr_style")
+        name = shared.schedule(draft, draft.get(f"{of}.lr_decay_style"), f"{of}.lr_decay_style", f"{ours}.schedule")
+        warm = math.ceil(int(draft.get(f"{of}.lr_warmup_iters")) / passes)
+        put("warmup_steps", min(warm, total), f"{of}.lr_warmup_iters")
+        put("warmup_init", float(draft.get(f"{of}.lr_warmup_init")) if warm else None, f"{of}.lr_warmup_init")
         if name != "constant":
-            draft.set("optimizer.min_lr_ratio", float(draft.get(f"{at}.min_lr")) / rate, f"{at}.min_lr")
-            draft.set("optimizer.schedule_steps", int(draft.get(f"{of}.lr_decay_iters")), f"{of}.lr_decay_iters")
+            put("min_lr_ratio", float(draft.get(f"{at}.min_lr")) / rate, f"{at}.min_lr")
+            put(
+                "schedule_steps", shared.divided(int(draft.get(f"{of}.lr_decay_iters")), passes), f"{of}.lr_decay_iters"
+            )
         draft.use(f"{at}.min_lr", f"{of}.lr_decay_iters")
         return
-    at = "policy.optimizer.kwargs"
+    at = f"{section}.optimizer.kwargs"
     rate = float(draft.get(f"{at}.lr"))
-    draft.set("optimizer.learning_rate", rate, f"{at}.lr")
-    draft.set("optimizer.weight_decay", float(draft.get(f"{at}.weight_decay") or 0.0), f"{at}.weight_decay")
-    shared.betas(draft, f"{at}.betas")
-    draft.set("optimizer.eps", float(draft.get(f"{at}.eps")), f"{at}.eps")
-    shared.optimizer(draft, draft.get("policy.optimizer.name"), "policy.optimizer.name")
-    given = draft.get(key := "policy.scheduler") or ()
-    if not given and "policy.scheduler.name" in draft.settings:
-        start = "policy.scheduler.kwargs."
-        inner = {name.removeprefix(start): value for name, value in draft.settings.items() if name.startswith(start)}
-        given = [{"name": draft.get("policy.scheduler.name"), "kwargs": inner}]
-        draft.use("policy.scheduler.name", *(f"{start}{name}" for name in inner))
-    warm, total = 0, draft.values["total_steps"]
+    put("learning_rate", rate, f"{at}.lr")
+    put("weight_decay", float(draft.get(f"{at}.weight_decay") or 0.0), f"{at}.weight_decay")
+    shared.betas(draft, f"{at}.betas", ours)
+    put("eps", float(draft.get(f"{at}.eps")), f"{at}.eps")
+    if ours == "optimizer":
+        shared.optimizer(draft, draft.get(key := f"{section}.optimizer.name"), key)
+    given = draft.get(key := f"{section}.scheduler") or ()
+    if not given and f"{key}.name" in draft.settings:
+        given = [{"name": draft.get(f"{key}.name"), "kwargs": (inner := shared.below(draft, f"{key}.kwargs"))}]
+        draft.use(f"{key}.name", *(f"{key}.kwargs.{name}" for name in inner))
+    warm = 0
     for one in given:
         name, inner = str(one.get("name", "")).rpartition(".")[2], one.get("kwargs") or {}
         if name == "LinearLR" and float(inner.get("start_factor", 1 / 3)) < 1:
             warm = int(inner.get("total_iters", 5))
-            draft.set("optimizer.warmup_steps", min(warm, total), key)
-            draft.set("optimizer.warmup_init", rate * float(inner.get("start_factor", 1 / 3)), key)
+            put("warmup_steps", min(math.ceil(warm / passes), total), key)
+            put("warmup_init", rate * float(inner.get("start_factor", 1 / 3)), key)
         elif name == "CosineAnnealingLR":
-            draft.set("optimizer.schedule", "cosine", key)
-            draft.set("optimizer.schedule_steps", warm + int(inner["T_max"]), key)
-            draft.set("optimizer.min_lr_ratio", float(inner.get("eta_min", 0.0)) / rate, key)
+            put("schedule", "cosine", key)
+            put("schedule_steps", shared.divided(warm + int(inner["T_max"]), passes), key)
+            put("min_lr_ratio", float(inner.get("eta_min", 0.0)) / rate, key)
         elif name not in ("ConstantLR", ""):
-            draft.check(f"policy.scheduler: {name} has no equivalent; the rate is constant from there")
+            draft.check(f"{key}: {name} has no equivalent; the rate is constant from there")
     draft.use(key)
+
+
+def _critic(draft: Draft) -> None:
+    """Set the critic of PPO: its model, its loss and its optimizer."""
+    path = draft.get(key := "value.model_name")
+    draft.set("critic.path", path if path != draft.values["model.path"] else None, key)
+    reach, scale = draft.get(key := "value_loss_fn.cliprange"), float(draft.first("value_loss_fn.scale", default=1.0))
+    if reach:
+        draft.set("critic.epsilon", float(reach), key)
+    else:
+        draft.set_none("critic.epsilon", key)
+    # A factor of the loss changes nothing but where its gradient is clipped, as Adam divides by it.
+    draft.set(
+        "critic.max_grad_norm",
+        float(draft.get(key := "value.max_grad_norm") or 0.0) / scale,
+        key,
+        "value_loss_fn.scale",
+    )
+    draft.set("critic.warmup_steps", int(draft.get(key := "algo.policy_training_start_step") or 0), key)
+    rows = draft.values["batch.prompts"] * draft.values["rollout.group_size"]
+    own = int(draft.first(key := "value.train_global_batch_size", "policy.train_global_batch_size"))
+    parts = max(rows // own, 1)
+    draft.set("critic.minibatches", parts if parts != draft.values["batch.minibatches"] else None, key)
+    lora = f"value.{'megatron_cfg.peft' if draft.get('value.megatron_cfg.enabled') else 'dtensor_cfg.lora_cfg'}"
+    keys = [f"{lora}.{name}" for name in ("enabled", "dim", "alpha")]
+    rank = int(draft.first(keys[1], default=8)) if draft.get(keys[0]) else 0
+    if rank or draft.values.get("lora.rank"):
+        draft.set("critic.lora_rank", rank, *keys[:2])
+    draft.set("critic.lora_alpha", float(draft.first(keys[2], default=32)) if rank else None, keys[2])
+    draft.use(*keys)
+    _rate(draft, "value", "critic")
 
 
 def _saving(draft: Draft, online: bool) -> None:
     """Set checkpoints, evaluations and logs."""
     at = "checkpointing"
     draft.set("output_dir", draft.get(f"{at}.checkpoint_dir"), f"{at}.checkpoint_dir")
-    every = int(draft.get(f"{at}.save_period")) if draft.get(f"{at}.enabled") else 0
+    every = int(draft.first(f"{at}.save_period", "algo.val_period")) if draft.get(f"{at}.enabled") else 0
     draft.set("checkpoint.every", every, f"{at}.save_period", f"{at}.enabled")
     metric = str(draft.get(f"{at}.metric_name") or "")
-    draft.set("checkpoint.keep", int(draft.get(f"{at}.keep_top_k") or 1), f"{at}.keep_top_k")
+    draft.set("checkpoint.keep", draft.get(f"{at}.keep_top_k"), f"{at}.keep_top_k")
+    draft.set("checkpoint.keep_every", None if draft.get(f"{at}.keep_top_k") else 1, f"{at}.keep_top_k")  # all
     if metric:
         draft.check(
             f"{at}.metric_name = {metric}: the newest checkpoints are kept here; checkpoint.best keeps the best by one"
         )
         draft.use(f"{at}.metric_name", f"{at}.higher_is_better")
-    evaluated = "eval.fraction" in draft.values or "data.eval_path" in draft.values
+    evaluated = not {"eval.fraction", "data.eval_path", "data.eval_split"}.isdisjoint(draft.values)
     period = int(draft.get("algo.val_period"))
     draft.set("eval.every", period if period > 0 and evaluated else -1, "algo.val_period")
+    draft.set("eval.start", max(int(draft.get("algo.val_start_at") or 0), 0), "algo.val_start_at")
     draft.set("eval.at_start", bool(draft.get("algo.val_at_start")), "algo.val_at_start")
     draft.set("eval.at_end", bool(draft.get("algo.val_at_end")), "algo.val_at_end")
     if online:
-        draft.set("eval.prompts", int(draft.get("algo.max_val_samples")), "algo.max_val_samples")
+        most = draft.get(key := "algo.max_val_samples")
+        draft.set("eval.prompts", most and int(most), key)
+        if most is None and evaluated:
+            draft.check(f"{draft.named(key)} = null evaluates all rows: set eval.prompts to their number")
         samples = "algo.val_num_generations_per_prompt"
         draft.set("eval.samples", int(draft.first(samples, default=1)), samples)
         draft.set("eval.greedy", False, samples)
@@ -537,4 +638,5 @@ def _saving(draft: Draft, online: bool) -> None:
             "mlflow": ("experiment_name", "run_name"),
         }
         said = [(f"logger.{name}.{x}", f"logger.{name}.{y}") for name, (x, y) in kinds.items() if name in backends]
-        shared.tracked(draft, draft.settings, [project for project, _ in said], [name for _, name in said])
+        told = {**draft.defaults, **draft.settings}
+        shared.tracked(draft, told, [project for project, _ in said], [name for _, name in said])

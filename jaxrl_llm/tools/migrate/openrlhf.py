@@ -1,16 +1,17 @@
 """The rules for OpenRLHF: the flags of its commands, of 0.11 and, by the names that they had, of those before."""
 
-import re
+import math
 from typing import Any
 
 from jaxrl_llm.tools.migrate import shared
-from jaxrl_llm.tools.migrate.draft import OPEN, Draft, Options, RefusedError, Source
-from jaxrl_llm.tools.migrate.losses import set_loss, with_options
+from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source, renamed
+from jaxrl_llm.tools.migrate.losses import set_correction, set_loss, with_options
 from jaxrl_llm.tools.migrate.table import rules
 
 RULES = rules("openrlhf")
 KINDS = {"ppo": "grpo", "sft": "sft", "dpo": "preference", "kto": "preference", "rm": "reward_model"}
 OPTIMIZER = ("adam.", "muon.", "optim", "lr_scheduler", "lr_warmup_ratio", "min_lr_ratio", "max_norm")
+RATES = {"adam.lr": "learning_rate", "adam.weight_decay": "weight_decay", "max_norm": "max_grad_norm"}
 # Our advantages, whether they are divided by the group's standard deviation, and whether all tokens are whitened.
 ADVANTAGES = {
     "gae": ("ppo", None, True),
@@ -30,14 +31,13 @@ def convert(source: Source, options: Options) -> Draft:
             f"{source.path}: the command is train_{trainer or '?'}, which has no equivalent; there are train_ppo_ray, "
             "train_sft, train_dpo, train_rm and train_kto"
         )
-    named: dict[str, tuple[str, Any]] = {}
-    for key, value in source.settings.items():
+
+    def name_of(key: str) -> str:
         name = RULES["former"].get(key, key)
-        rest = name.removeprefix("actor.")
-        if name != rest:  # the optimizer of other commands has no prefix, and their model has model.
-            name = rest if rest.startswith(OPTIMIZER) else f"model.{rest}"
-        if not OPEN.search(str(value)):
-            named[name] = (key, value)
+        rest = name.removeprefix("actor.")  # the optimizer of other commands has no prefix, and their model has model.
+        return name if name == rest else rest if rest.startswith(OPTIMIZER) else f"model.{rest}"
+
+    named = renamed(source.settings, name_of)
     _, kind = named.get("algo.advantage.estimator", ("", "gae")) if trainer == "ppo" else ("", trainer)
     kind = "ppo" if kind == "gae" else kind
     title = f"{str(kind).upper()}, from FILE of OpenRLHF; what that leaves out is as in OpenRLHF 0.11."
@@ -47,7 +47,6 @@ def convert(source: Source, options: Options) -> Draft:
             draft.names.setdefault(key, f"actor.{key}")
         elif key.startswith("model."):
             draft.names.setdefault(key, f"actor.{key.removeprefix('model.')}")
-    draft.companion = options.companion
     draft.set("algorithm.name", "ppo" if draft.get("algo.advantage.estimator") == "gae" else KINDS[trainer])
     devices = _model(draft, options)
     if trainer == "ppo":
@@ -56,9 +55,9 @@ def convert(source: Source, options: Options) -> Draft:
         _rewards(draft)
     else:
         _offline(draft, trainer, devices)
-    _length(draft, options, trainer)
+    per_epoch = _length(draft, options, trainer)
     _rate(draft)
-    _saving(draft, trainer)
+    _saving(draft, trainer, per_epoch)
     return draft
 
 
@@ -87,18 +86,16 @@ def _model(draft: Draft, options: Options) -> int:
         draft.set("mesh.fsdp", -1, "ds.zero_stage")
         draft.set("mesh.data", 1, "ds.zero_stage")
     draft.use("ds.zero_stage")
-    sharing = {"mesh.context": "ds.ring_attn_size", "mesh.tensor": "ds.tensor_parallel_size"}
-    count = options.devices or int(draft.get("model.num_nodes") or 1) * int(draft.get("model.num_gpus_per_node") or 1)
-    for ours, key in sharing.items():
-        if (size := int(draft.get(key) or 1)) > 1:
-            draft.set(ours, size, key)
-            count = max(count // size, 1)
-    draft.use("model.num_nodes", "model.num_gpus_per_node", *sharing.values())
+    keys = ("model.num_nodes", "model.num_gpus_per_node")
+    count = options.devices or int(draft.get(keys[0]) or 1) * int(draft.get(keys[1]) or 1)
+    draft.use(*keys)
     draft.set("optimizer.offload", draft.get("ds.adam_offload"), "ds.adam_offload")
     draft.set("seed", int(draft.get("train.seed")), "train.seed")
     if draft.get("train.enable_ema"):
         draft.check("train.enable_ema has no equivalent: the moving average here is bias-corrected (average.every)")
-    return count
+    return shared.shared_rows(
+        draft, {"mesh.context": "ds.ring_attn_size", "mesh.tensor": "ds.tensor_parallel_size"}, count
+    )
 
 
 def _online(draft: Draft, devices: int) -> None:
@@ -164,13 +161,9 @@ def _advantage(draft: Draft, group: int) -> None:
     if path is None and not draft.get("reward.remote_url") and not draft.get("train.agent_func_path"):
         path = str(draft.get("reward.model_name_or_path") or "").split(",")[0] or None
     draft.set("critic.path", path if path != draft.values["model.path"] else None, "critic.model_name_or_path")
-    draft.set("critic.learning_rate", float(draft.get("critic.adam.lr")), "critic.adam.lr")
-    for index, name in enumerate(("b1", "b2")):
-        draft.set(f"critic.{name}", float(draft.get("critic.adam.betas")[index]), "critic.adam.betas")
-    draft.set("critic.weight_decay", float(draft.get("critic.adam.weight_decay")), "critic.adam.weight_decay")
-    draft.set("critic.max_grad_norm", float(draft.get("critic.max_norm")), "critic.max_norm")
     draft.set("critic.epsilon", float(draft.get("critic.value_clip")), "critic.value_clip")
-    draft.set("critic.warmup_steps", max(int(draft.get("critic.freezing_steps")), 0), "critic.freezing_steps")
+    # The first step has the number 0, and the actor learns in those whose number is above freezing_steps.
+    draft.set("critic.warmup_steps", max(int(draft.get("critic.freezing_steps")) + 1, 0), "critic.freezing_steps")
 
 
 def _loss(draft: Draft) -> None:
@@ -191,21 +184,9 @@ def _loss(draft: Draft) -> None:
     if kind == "gspo":  # whose ratio is then to the sampler
         draft.set("algorithm.old_logps", "sampler", keys[0])
         return
-    low, high = (float(bound) for bound in draft.get(keys[2]))
-    shared.check_known(draft.named(keys[1]), how := draft.get(keys[1]), ("tis", "icepop", "seq-mask-tis"))
-    draft.set(
-        "algorithm.importance_correction", "token_mask" if how == "icepop" else "token_truncate", keys[1], keys[0]
+    set_correction(
+        draft, draft.get(keys[1]), draft.get(keys[2]), draft.get("model.dual_clip"), keys[1], keys[0], keys[2]
     )
-    if how == "seq-mask-tis":
-        dual = draft.get("model.dual_clip")
-        filled = {"DUAL": repr(dual), "LOW": repr(low), "HIGH": repr(high)}
-        text = RULES["functions"]["seq_mask_tis"]
-        draft.functions.append(re.sub(r"\b(DUAL|LOW|HIGH)\b", lambda word: filled[word[0]], text))
-        draft.set("algorithm.loss", f"{draft.companion}:seq_mask_tis", keys[1], keys[2])
-        draft.set("algorithm.importance_max", 1e9, keys[1])
-    else:
-        draft.set("algorithm.importance_min", low, keys[2])
-        draft.set("algorithm.importance_max", high, keys[2])
 
 
 def _divergence(draft: Draft) -> None:
@@ -223,7 +204,7 @@ def _divergence(draft: Draft) -> None:
             f"the KL penalty is in the rewards: OpenRLHF takes it off {name}'s advantage, to go at each token, after "
             "the baseline; here it is taken off the score before. algorithm.kl_in_reward = False with k2 is close to it"
         )
-    if (target := draft.get("algo.kl.target")) is not None:
+    if target := draft.get("algo.kl.target"):
         draft.set("algorithm.kl_controller", "adaptive", "algo.kl.target")
         draft.set("algorithm.kl_target", float(target), "algo.kl.target")
         draft.set("algorithm.kl_horizon", float(draft.get("algo.kl.horizon")), "algo.kl.horizon")
@@ -243,6 +224,7 @@ def _sampling(draft: Draft) -> None:
     if prompt is None:
         prompt = max(int(longest) - int(most), 1)
     draft.set("rollout.max_prompt_length", int(prompt), "prompt_max_len", "data.max_len")
+    draft.set("rollout.min_completion_length", 1)  # min_tokens of its SamplingParams
     draft.set("rollout.temperature", float(draft.get("rollout.temperature")), "rollout.temperature")
     draft.set("rollout.top_p", float(draft.get("rollout.top_p")), "rollout.top_p")
     engines, tensor = int(draft.get("vllm.num_engines") or 0), int(draft.get("vllm.tensor_parallel_size") or 1)
@@ -277,24 +259,27 @@ def _sampling(draft: Draft) -> None:
         draft.use("algo.dynamic_filtering_range")
 
 
-def _paths(draft: Draft, key: str, split: str) -> None:
-    """Set the rows to train on: one path, or several with their weights."""
-    paths = str(draft.get(key) or "").split(",")
-    probabilities = str(
-        draft.get(weights := f"{key.removesuffix('dataset')}{'probs' if 'prompt' in key else 'dataset_probs'}") or ""
-    )
-    taken = str(draft.get(split) or "train")
-    if (most := int(float(draft.get("data.max_samples") or 0))) and len(paths) == 1 and most < 1e6:
-        taken = f"{taken}[:{most}]"
-    if len(paths) > 1:
-        each = probabilities.split(",") if probabilities else [None] * len(paths)
-        made = (
-            {"path": path, "split": taken} | ({"weight": float(p)} if p else {})
-            for path, p in zip(paths, each, strict=True)
-        )
-        draft.set("data.sources", tuple(made), key, weights)
+def _paths(draft: Draft, key: str, weights: str, split: str) -> None:
+    """Set the rows to train on: one path, or several with their weights, each without those behind max_samples."""
+    paths, shares = (str(draft.get(name) or "").split(",") for name in (key, weights))
+    taken, most = str(draft.get(split) or "train"), int(float(draft.get("data.max_samples") or 1e8))
+    taken = f"{taken}[:{most}]" if draft.sets("data.max_samples") and most < 1e6 else taken
+    sources: list[dict[str, Any]] = []
+    for path in paths:
+        path, _, folder = (part.strip() for part in path.partition("@"))
+        sources.append({"path": path, "split": taken})
+        if folder:
+            draft.check(f"{draft.named(key)}: {path}@{folder} is the folder {folder} of {path}; here all of it is read")
+    if len(sources) > 1:
+        for one, share in zip(sources, shares, strict=True) if any(shares) else ():
+            one["weight"] = float(share)
+        draft.set("data.sources", tuple(sources), key, weights, split, "data.max_samples")
+        if "[" in taken:
+            draft.check(
+                f"{draft.named('data.max_samples')} = {most} are rows of each data set here, and there of all of them"
+            )
     else:
-        draft.set("data.path", paths[0] or "DATA", key)
+        draft.set("data.path", sources[0]["path"] or "DATA", key)
         draft.set("data.split", taken, split, "data.max_samples")
         if not paths[0]:
             draft.check(f"the command names no rows ({key}): set data.path")
@@ -303,20 +288,16 @@ def _paths(draft: Draft, key: str, split: str) -> None:
 
 def _prompts(draft: Draft) -> None:
     """Set the prompts, and how an evaluation samples."""
-    _paths(draft, "data.prompt_dataset", "data.prompt_split")
-    draft.set("data.overlong", "filter")
-    chat, template = draft.get("data.apply_chat_template"), draft.get("data.input_template") or "{}"
+    _paths(draft, "data.prompt_dataset", "data.prompt_probs", "data.prompt_split")
+    # Long prompts lose their start; before 0.10, whose flag has a limit of their own, their end.
+    draft.set("data.overlong", "truncate_right" if draft.sets("prompt_max_len") else "truncate_left", "data.max_len")
+    chat = draft.get("data.apply_chat_template")
     label = draft.get("data.label_key")
     body = RULES["functions"]["given_chat" if chat else "given_text"].rstrip()
-    text = RULES["functions"]["prompts"].replace("LABELLED", body)
-    filled = {
-        "INPUT": draft.get("data.input_key"),
-        "TEMPLATE": repr(template),
-        "LABEL": f'row["{label}"]' if label else '""',
-    }
-    draft.functions.append(re.sub(r"\b(INPUT|TEMPLATE|LABEL)\b", lambda word: filled[word[0]], text))
+    text, answer = RULES["functions"]["prompts"].replace("LABELLED", body), f'row["{label}"]' if label else '""'
+    given, template = draft.get("data.input_key"), repr(_template(draft))
     keys = [f"data.{key}" for key in ("input_key", "label_key", "apply_chat_template", "input_template")]
-    draft.set("data.format", f"{draft.companion}:prompts", *keys)
+    draft.set("data.format", draft.function("prompts", text, INPUT=given, TEMPLATE=template, LABEL=answer), *keys)
     if path := draft.get("eval.dataset"):
         draft.set("data.eval_path", path, "eval.dataset")
         draft.set("data.eval_split", draft.get("eval.split"), "eval.split")
@@ -325,9 +306,15 @@ def _prompts(draft: Draft) -> None:
         draft.set("eval.greedy", False, "eval.n_samples_per_prompt")
 
 
+def _template(draft: Draft) -> str:
+    """Return the text that rows are filled into; one without `{}` is passed over, as there."""
+    template = str(draft.get("data.input_template") or "{}")
+    return template if "{}" in template else "{}"
+
+
 def _rewards(draft: Draft) -> None:
     """Set the reward functions: a file with reward_func, or reward models."""
-    url, models = str(draft.get("reward.remote_url") or ""), str(draft.get("reward.model_name_or_path") or "")
+    urls, models = (str(draft.get(f"reward.{key}") or "").split(",") for key in ("remote_url", "model_name_or_path"))
     agent, functions = draft.get("train.agent_func_path"), []
     if agent:
         draft.check(
@@ -335,13 +322,14 @@ def _rewards(draft: Draft) -> None:
             "or a program that talks to the endpoint (docs/agents.md), which gives the reward: set these"
         )
         draft.use("train.agent_func_path")
-    elif url.endswith(".py"):
-        draft.functions.append(RULES["functions"]["reward"].replace("FILE", url))
-        functions.append(f"{draft.companion}:reward")
-    elif url:
-        draft.check(f"{draft.named('reward.remote_url')} = {url}: a reward function of your own asks a server here")
+    elif urls[0].endswith(".py"):
+        functions.append(draft.function("reward", RULES["functions"]["reward"], FILE=urls[0]))
+    elif any(urls):
+        draft.check(
+            f"{draft.named('reward.remote_url')} = {', '.join(urls)}: a reward function of your own asks a server here"
+        )
     else:
-        functions = [f"model:{path}" for path in models.split(",") if path]
+        functions = [f"model:{path}" for path in models if path]
     draft.set("rewards.functions", tuple(functions) or ("REWARD",), "reward.remote_url", "reward.model_name_or_path")
     if not functions:
         draft.check("the command names no rewards that are here: set rewards.functions")
@@ -372,9 +360,9 @@ def _offline(draft: Draft, trainer: str, devices: int) -> None:
         draft, int(draft.get("train.micro_batch_size")) * devices * each, rows * each, "train.micro_batch_size"
     )
     draft.use("train.micro_batch_size")
-    _paths(draft, "data.dataset", "data.dataset_split")
+    _paths(draft, "data.dataset", "data.dataset_probs", "data.dataset_split")
     draft.set("data.max_length", int(draft.get("data.max_len")), "data.max_len")
-    draft.set("data.overlong", "filter")
+    draft.set("data.overlong", "truncate_right", "data.max_len")
     draft.set("data.chat_template", draft.get("data.tokenizer_chat_template"), "data.tokenizer_chat_template")
     if trainer == "sft":
         draft.set("data.packing", bool(draft.get("ds.packing_samples")), "ds.packing_samples")
@@ -384,6 +372,10 @@ def _offline(draft: Draft, trainer: str, devices: int) -> None:
         draft.set("algorithm.loss", "bradley_terry", key)
     else:
         draft.set("algorithm.beta", float(draft.get("model.beta")), "model.beta")
+        reference = draft.get(key := "ref.model_name_or_path")
+        if reference not in (None, draft.values["model.path"]):
+            draft.use(key)
+            draft.check(f"{draft.named(key)} = {reference}: the reference is the model as it is at the start here")
         if trainer == "kto":
             weights = {"desirable_weight": "model.desirable_weight", "undesirable_weight": "model.undesirable_weight"}
             set_loss(draft, [("kto", weights)])
@@ -407,7 +399,7 @@ def _offline(draft: Draft, trainer: str, devices: int) -> None:
 
 def _rows(draft: Draft, trainer: str) -> None:
     """Set the function that reads a row as OpenRLHF does."""
-    chat, template = draft.get("data.apply_chat_template"), repr(draft.get("data.input_template") or "{}")
+    chat, template = draft.get("data.apply_chat_template"), repr(_template(draft))
     given, answer, label = (draft.get(f"data.{key}_key") for key in ("input", "output", "label"))
     labelled = f', "label": row["{label}"]' if trainer == "kto" else ""
     keys = [f"data.{key}" for key in ("input_key", "output_key", "label_key", "apply_chat_template", "input_template")]
@@ -421,10 +413,8 @@ def _rows(draft: Draft, trainer: str) -> None:
         names["PROMPT_KEY"] = str(bool(prompt))
         names["PROMPT"] = f'row["{prompt}"]' if chat else f'{template}.format(row["{prompt}"])'
         names["MARGIN"] = ', "margin": row["margin"]' if draft.get("model.margin_loss_enable") else ""
-        draft.functions.append(
-            re.sub("PROMPT_KEY|PROMPT|CHOSEN|REJECTED|MARGIN", lambda w: names[w[0]], RULES["functions"]["pairs"])
-        )
-        draft.set("data.format", f"{draft.companion}:pairs", *keys, "model.margin_loss_enable")
+        function = draft.function("pairs", RULES["functions"]["pairs"], **names)
+        draft.set("data.format", function, *keys, "model.margin_loss_enable")
         return
     if draft.get("model.pretrain_mode_enable"):
         draft.set("data.loss_on", "all", "model.pretrain_mode_enable")
@@ -437,34 +427,37 @@ def _rows(draft: Draft, trainer: str) -> None:
         rows = f'row["{given}"], row["{answer}"]' if answer else f'row["{given}"][:-1], row["{given}"][-1:]'
         filled = {"ROWS": rows, "INPUT": given, "OUTPUT": answer or given, "TEMPLATE": template, "LABELLED": labelled}
         text = RULES["functions"]["completions_chat" if chat else "completions_text"]
-        draft.functions.append(re.sub("ROWS|INPUT|OUTPUT|TEMPLATE|LABELLED", lambda word: str(filled[word[0]]), text))
-        draft.set("data.format", f"{draft.companion}:completions", *keys)
+        draft.set("data.format", draft.function("completions", text, **filled), *keys)
     draft.use(*keys)
 
 
-def _length(draft: Draft, options: Options, trainer: str) -> None:
-    """Set the steps of the run."""
+def _length(draft: Draft, options: Options, trainer: str) -> int:
+    """Set the steps of the run; return those of a pass over the rows, 0 where their number is not known."""
     key = "train.num_episodes" if trainer == "ppo" else "train.max_epochs"
     rows = shared.known_rows(options, draft.values.get("data.path"), "train")
-    shared.epochs(draft, rows // draft.values["batch.prompts"], float(draft.get(key)), key)
+    per_epoch = rows // draft.values["batch.prompts"]
+    shared.epochs(draft, per_epoch, float(draft.get(key)), key)
+    return per_epoch
 
 
 def _rate(draft: Draft) -> None:
-    """Set the optimizer and the learning rate."""
-    draft.set("optimizer.learning_rate", float(draft.get("adam.lr")), "adam.lr")
-    shared.betas(draft, "adam.betas")
+    """Set the optimizer and the learning rate, and those of the critic of gae."""
     draft.set("optimizer.eps", float(draft.get("adam.eps")), "adam.eps")
-    draft.set("optimizer.weight_decay", float(draft.get("adam.weight_decay")), "adam.weight_decay")
-    draft.set("optimizer.max_grad_norm", float(draft.get("max_norm")), "max_norm")
-    shared.schedule(draft, draft.get("lr_scheduler"), "lr_scheduler")
     draft.set("optimizer.warmup_ratio", float(draft.get("lr_warmup_ratio")), "lr_warmup_ratio")
-    lowest = float(draft.get("min_lr_ratio")) if "min_lr" in draft.get("lr_scheduler") else 0.0
-    draft.set("optimizer.min_lr_ratio", lowest, "min_lr_ratio")
-    if draft.values["algorithm.name"] == "ppo":
-        shared.schedule(draft, draft.get("critic.lr_scheduler"), "critic.lr_scheduler", "critic.schedule")
-        draft.set("critic.min_lr_ratio", float(draft.get("critic.min_lr_ratio")), "critic.min_lr_ratio")
+    sections = {"": "optimizer"} | ({"critic.": "critic"} if draft.values["algorithm.name"] == "ppo" else {})
+    for at, ours in sections.items():
+        for theirs, name in RATES.items():
+            draft.set(f"{ours}.{name}", float(draft.get(f"{at}{theirs}")), f"{at}{theirs}")
+        shared.betas(draft, f"{at}adam.betas", ours)
+        name = str(draft.get(key := f"{at}lr_scheduler"))
+        shared.schedule(draft, name, key, f"{ours}.schedule")
+        lowest = float(draft.get(f"{at}min_lr_ratio")) if "min_lr" in name else 0.0
+        draft.set(f"{ours}.min_lr_ratio", lowest, f"{at}min_lr_ratio")
+    if "critic." in sections:
         warm = float(draft.get("critic.lr_warmup_ratio")) * draft.values["total_steps"]
-        draft.set("critic.lr_warmup_steps", round(warm), "critic.lr_warmup_ratio")
+        draft.set("critic.lr_warmup_steps", math.ceil(warm), "critic.lr_warmup_ratio")
+        if draft.get("critic.optim") == "muon":
+            draft.check("critic.optim = muon has no equivalent: the whole critic has adamw, at critic.adam.lr")
     if draft.get("optim") == "muon":
         draft.set("optimizer.name", "muon", "optim")
         draft.set("optimizer.learning_rate", float(draft.get("muon.lr")), "muon.lr")
@@ -475,23 +468,27 @@ def _rate(draft: Draft) -> None:
     draft.use("optim", "muon.lr")
 
 
-def _saving(draft: Draft, trainer: str) -> None:
-    """Set checkpoints, evaluations and logs."""
+def _saving(draft: Draft, trainer: str, per_epoch: int) -> None:
+    """Set checkpoints, evaluations and logs; `per_epoch` are the steps of a pass over the rows, or 0."""
     draft.set("output_dir", draft.get("ckpt.output_dir"), "ckpt.output_dir")
-    steps = {name: max(int(draft.get(key)), 0) for name, key in (("save", "ckpt.save_steps"), ("eval", "eval.steps"))}
-    draft.set("checkpoint.every", steps["save"], "ckpt.save_steps")
+    every = max(int(draft.get("ckpt.save_steps")), 0)
+    draft.set("checkpoint.every", every, "ckpt.save_steps")
     draft.set("checkpoint.keep", int(draft.get("ckpt.max_num")), "ckpt.max_num")
-    if steps["save"] and draft.get("ckpt.save_hf"):
+    if every and draft.get("ckpt.save_hf"):
         draft.set("checkpoint.contents", ("state", "hf"), "ckpt.save_hf")
     draft.use("ckpt.save_hf")
-    every = steps["eval"] or (0 if trainer != "ppo" else -1)
+    every = int(draft.get("eval.steps"))
+    if every < 0 and trainer != "ppo":  # after each epoch; train_ppo_ray does not evaluate then
+        every = per_epoch
+        if draft.get("eval.dataset") and not per_epoch:
+            draft.check(
+                "eval.steps is not set, which evaluates after each epoch; here it is at the end: set eval.every"
+            )
     draft.set("eval.every", every if draft.get("eval.dataset") else -1, "eval.steps", "eval.dataset")
-    backends = [
-        name
-        for name, key in (("wandb", "logger.wandb.key"), ("tensorboard", "logger.tensorboard_dir"))
-        if draft.get(key)
-    ]
-    draft.set("logging.backends", ("console", "jsonl", *backends), "logger.wandb.key", "logger.tensorboard_dir")
+    draft.set("eval.at_start", False if draft.values["eval.every"] >= 0 else None)
+    kinds = {"wandb": "logger.wandb.key", "tensorboard": "logger.tensorboard_dir"}
+    backends = [name for name, key in kinds.items() if draft.get(key)]
+    draft.set("logging.backends", ("console", "jsonl", *backends), *kinds.values())
     if backends:
         draft.set("logging.project", draft.get("logger.wandb.project"), "logger.wandb.project")
         draft.set("logging.run_name", draft.get("logger.wandb.run_name"), "logger.wandb.run_name")

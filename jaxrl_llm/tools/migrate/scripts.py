@@ -31,14 +31,9 @@ def read_script(text: str, path: str, system: str, trainer: str, companion: str,
     `flags` are those of the command that starts the script: they replace the defaults of its parser. Raises ConfigError
     when it configures no trainer that is known.
     """
-    try:
-        tree = ast.parse(text, filename=path)
-    except SyntaxError as error:
-        raise ConfigError(f"{path}:{error.lineno} is no Python: {error.msg}") from error
     harmony = system == "harmony" or (system == "auto" and any(name in text for name in HARMONY_WORDS))
-    script = Script(tree, text, path, companion, flags or {})
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    calls = {call_name(node): node for node in sorted(nodes, key=lambda node: node.lineno)}
+    script = Script(text, path, companion, flags or {})
+    calls = {call_name(node): node for node in script.calls}
     known = rules("scripts")["harmony" if harmony else "trl"]  # call -> its arguments by position
     present = [name for name in known if name in calls]
     trainers = sorted({_trainer(name) for name in present})
@@ -63,9 +58,9 @@ def read_script(text: str, path: str, system: str, trainer: str, companion: str,
     if not harmony and "create_model_card" in calls:
         card = script.arguments(calls["create_model_card"], ["model_name", "dataset_name", "tags"])
         settings |= {key: card[key] for key in ("model_name", "tags") if key in card}
-    if not harmony and "push_to_hub" in calls and not _depends(tree, calls["push_to_hub"]):
+    if not harmony and "push_to_hub" in calls and not _depends(script.tree, calls["push_to_hub"]):
         settings.setdefault("push_to_hub", True)
-    later = [node.args[0] for node in nodes if call_name(node) == "add_callback" and node.args]
+    later = [node.args[0] for node in script.calls if call_name(node) == "add_callback" and node.args]
     added = [name for node in later if (name := script.named("callbacks", node)) is not ...]
     if added and not harmony:
         given = settings.get("callbacks", [])
@@ -89,22 +84,7 @@ def read_script(text: str, path: str, system: str, trainer: str, companion: str,
     settings = {key: value for key, value in script.flags.items() if key not in script.options} | settings
     if foreign := sorted(FOREIGN & {line.split()[1].partition(".")[0] for line in script.functions.imports.values()}):
         script.note(f"the functions in {companion} import {', '.join(foreign)}, which must be installed where they run")
-    if script.read:
-        script.note(f"as its parser has them by default: {', '.join(dict.fromkeys(script.read))}")
-    library = "harmony" if harmony else "trl"
-    for key, value in tuple(settings.items()):
-        if isinstance(value, Unknown):
-            entry = find(table(library), key)
-            if entry and not entry.ours:
-                settings[key] = f"<{value.text}>"
-                continue
-            del settings[key]
-            ours = f" {entry.ours}" if entry else " it"
-            script.note(f"{key} = {value.text} is known only when the script runs: set{ours}")
-    for name, missing in script.functions.missing.items():
-        script.note(f"{name} reads {', '.join(missing)}, which only the script makes: define it in {companion}")
-    trainer = trainer or _trainer(present[0])
-    return Source(library, trainer, settings, path, tuple(script.unread), script.functions.source())
+    return script.source("harmony" if harmony else "trl", trainer or _trainer(present[0]), settings, path)
 
 
 def _depends(tree: ast.Module, call: ast.Call) -> bool:
@@ -128,13 +108,38 @@ class Loaded(NamedTuple):
 
 
 class Script(Values):
-    """The syntax tree of a script, what its calls are given, and what could not be read."""
+    """The syntax tree of a script, its calls by line, what these are given, and what could not be read."""
 
-    def __init__(self, tree: ast.Module, text: str, path: str, companion: str, flags: dict[str, Any]):
-        super().__init__(tree, path, flags)
+    def __init__(self, text: str, path: str, companion: str, flags: dict[str, Any]):
+        try:
+            self.tree = ast.parse(text, filename=path)
+        except SyntaxError as error:
+            raise ConfigError(f"{path}:{error.lineno} is no Python: {error.msg}") from error
+        super().__init__(self.tree, path, flags)
+        nodes = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        self.calls = sorted(nodes, key=lambda node: node.lineno)
         self.parsed = any(parser in text for parser in PARSERS)
         self.unread: list[str] = []
-        self.functions = Functions(tree, text, companion)
+        self.functions = Functions(self.tree, text, companion)
+
+    def source(self, library: str, trainer: str, settings: dict[str, Any], path: str) -> Source:
+        """Return what was read: settings without those that only the run tells, which are noted, and the functions."""
+        if self.read:
+            self.note(f"as its parser has them by default: {', '.join(dict.fromkeys(self.read))}")
+        for key, value in tuple(settings.items()):
+            if isinstance(value, Unknown):
+                entry = find(table(library), key)
+                if entry and not entry.ours:
+                    settings[key] = f"<{value.text}>"
+                    continue
+                del settings[key]
+                ours = entry.ours if entry else "it"
+                self.note(f"{key} = {value.text} is known only when the script runs: set {ours}")
+        for name, missing in self.functions.missing.items():
+            self.note(
+                f"{name} reads {', '.join(missing)}, which only the script makes: define it in {self.functions.file}"
+            )
+        return Source(library, trainer, settings, path, tuple(self.unread), self.functions.source())
 
     def note(self, text: str) -> None:
         """Note something that the user should look at."""

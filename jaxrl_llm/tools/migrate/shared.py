@@ -137,6 +137,8 @@ def init_kwargs(draft: Draft, key: str, revision: str) -> Any:
             dtype = value
         elif name == "revision":
             draft.set(revision, value, key)
+        elif name == "output_router_logits" and value:  # with the coefficient in config.json, as by default here
+            draft.set_none("model.router_aux_loss_coef", key)
         elif name == "attn_implementation":
             draft.check(f"{key}: {name} = {short(value)} is of torch; model.attention chooses the kernel here")
         elif value is not None:
@@ -236,6 +238,32 @@ def tracked(draft: Draft, settings: Mapping[str, Any], projects: Sequence[str], 
             if len(set(values.values())) > 1:
                 listed = ", ".join(f"{key} = {value}" for key, value in values.items())
                 draft.check(f"{listed}: a run has one name, and its project too, in all trackers ({ours})")
+
+
+def below(draft: Draft, section: str) -> dict[str, Any]:
+    """Return the keys of a section that the file sets, by their last part."""
+    keys = {key: value for key, value in draft.settings.items() if key.startswith(f"{section}.")}
+    return {key.rpartition(".")[2]: value for key, value in keys.items()}
+
+
+def set_options(draft: Draft, ours: str, section: str) -> None:
+    """Set a key of ours that takes options, `a=1, b='c'`, from the keys of a section that the file sets."""
+    options = below(draft, section)
+    written = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    draft.set(ours, written or None, *(f"{section}.{name}" for name in options))
+
+
+def shared_rows(draft: Draft, sharing: Mapping[str, str], devices: int) -> int:
+    """Set the axes of the mesh over which devices share rows, our key -> theirs, and return how many groups there are.
+
+    Experts are shared by devices with rows of their own.
+    """
+    for ours, key in sharing.items():
+        if (size := int(draft.get(key) or 1)) > 1:
+            draft.set(ours, size, key)
+            devices //= 1 if ours == "mesh.expert" else size
+    draft.use(*sharing.values())
+    return max(devices, 1)
 
 
 def microbatch_rows(draft: Draft, rows: int, minibatch: int, *keys: str, ours: str = "batch.microbatch_rows") -> None:

@@ -8,10 +8,9 @@ import ast
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 from jaxrl_llm.tools.migrate import shared
-from jaxrl_llm.tools.migrate.draft import OPEN, Draft, Options, RefusedError, Source
+from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source, renamed
 from jaxrl_llm.tools.migrate.functions import public_functions
 from jaxrl_llm.tools.migrate.losses import set_loss
 from jaxrl_llm.tools.migrate.table import rules
@@ -63,13 +62,13 @@ def convert(source: Source, options: Options) -> Draft:
         )
     online, script = KINDS[trainer] in ("grpo", "ppo"), source.path.endswith(".py")
     sections = OF_RL if online else OFFLINE
-    named: dict[str, tuple[str, Any]] = {}
-    for start in (*sections, ""):  # model_config before actor_model_config, which has the last word
-        for key, value in source.settings.items():
-            if OPEN.search(str(value)):  # what only a shell knows: as by default
-                continue
-            if start == next((start for start in OF_RL | OFFLINE if key.startswith(start)), ""):
-                named[sections.get(start, start) + key.removeprefix(start)] = (key, value)
+    order = {start: place for place, start in enumerate((*sections, ""))}  # actor_model_config has the last word
+    starts = {key: next((start for start in OF_RL | OFFLINE if key.startswith(start)), "") for key in source.settings}
+    told = sorted((key for key in starts if starts[key] in order), key=lambda key: order[starts[key]])
+    named = renamed(
+        {key: source.settings[key] for key in told},
+        lambda key: sections.get(starts[key], "") + key.removeprefix(starts[key]),
+    )
     theirs = {f"algorithm.{key}": value for key, value in (RULES["grpo"] | RULES[trainer]).items()}
     theirs |= RULES["classes"] | (RULES["scripts"] if script else RULES["base"])
     if any(key.startswith("agentic_") for key in source.settings):  # base_agentic_config.yaml
@@ -85,7 +84,6 @@ def convert(source: Source, options: Options) -> Draft:
     for key in theirs:
         section, _, name = key.partition(".")
         draft.names.setdefault(key, starts[section] + name if section in starts else key)
-    draft.companion = options.companion
     draft.set("algorithm.name", KINDS[trainer])
     _model(draft)
     group = int(draft.get("algorithm.num_generations") or 1) if KINDS[trainer] == "grpo" else 1
@@ -143,12 +141,11 @@ def _model(draft: Draft) -> None:
         draft.set(f"mesh.{axis}", size, "model.mesh.shape", "model.mesh.axis_names")
     if sizes and "data" not in sizes:
         draft.set("mesh.data", 1 if -1 in sizes.values() else None, "model.mesh.shape")
-    apart = _mesh(draft, "rollout_model_config.mesh")
-    if apart and apart != sizes:
-        keys = ("rollout_model_config.mesh.shape", "rollout_model_config.mesh.axis_names")
+    keys = ("rollout_model_config.mesh.shape", "rollout_model_config.mesh.axis_names")
+    if apart := _mesh(draft, "rollout_model_config.mesh"):  # devices of its own, also where the sizes are the same
         draft.set("rollout.devices", math.prod(apart.values()), *keys)
         draft.set("rollout.mesh", ",".join(f"{axis}={size}" for axis, size in apart.items()), *keys)
-    draft.use(*(f"rollout_model_config.mesh.{key}" for key in ("shape", "axis_names")))
+    draft.use(*keys)
     draft.set("model.offload", draft.get("offload_to_cpu"), "offload_to_cpu")
     draft.set("seed", draft.get("model.rng_seed"), "model.rng_seed")
 
@@ -180,9 +177,18 @@ def _batch(draft: Draft, online: bool, group: int) -> int:
         each = 2 if draft.values["algorithm.name"] == "preference" else 1
         shared.microbatch_rows(draft, rows * each, rows * accumulated * each, "training.gradient_accumulation_steps")
         return 1
-    draft.set("batch.prompts", prompts, "batch_size")
-    mini = int(draft.get("training.mini_batch_size") or prompts)
-    draft.set("batch.minibatches", max(prompts // mini, 1), "training.mini_batch_size")
+    mini = int(draft.get(key := "training.mini_batch_size") or prompts)
+    alone = draft.get("rollout_engine") in (None, "vanilla") and "rollout.devices" not in draft.values
+    if mini < prompts and alone and not any(name.startswith("agentic_") for name in draft.source.settings):
+        draft.set("batch.prompts", mini, key, "batch_size")
+        draft.set("batch.minibatches", 1, key)
+        draft.check(
+            f"{draft.named(key)} = {mini}: the sampler of Tunix has the weights of the trainer, and samples for each "
+            f"update anew. So the {prompts} prompts of a batch are {prompts // mini} steps here, each of one update"
+        )
+    else:
+        draft.set("batch.prompts", prompts, "batch_size")
+        draft.set("batch.minibatches", max(prompts // mini, 1), key)
     if rows := draft.get(key := "training.train_micro_batch_size"):
         shared.microbatch_rows(draft, int(rows) * group, mini * group, key)
     if rows := draft.get(key := "training.compute_logps_micro_batch_size"):
@@ -206,8 +212,14 @@ def _length(draft: Draft, options: Options, online: bool, updates: int) -> None:
     if most := draft.get("training.max_steps"):
         draft.set("total_steps", shared.divided(int(most), updates), "training.max_steps")
     else:
-        rows = rows or int(options.rows * share)
-        shared.epochs(draft, rows // draft.values["batch.prompts"], epochs, keys[2])
+        rows, prompts = rows or int(options.rows * share), draft.values["batch.prompts"]
+        whole = int(draft.get("batch_size") or prompts) if online else prompts
+        if (part := prompts / (whole * updates)) < 1:  # Tunix makes as many updates as there are such batches
+            draft.check(
+                f"{draft.named('training.max_steps')} is not set: Tunix makes one update for each batch of {whole} "
+                f"prompts, and so ends after a share of {part:.3g} of the rows. So does the run here"
+            )
+        shared.epochs(draft, rows // prompts, epochs * part, keys[2])
     draft.use(*keys)
 
 
@@ -231,8 +243,7 @@ def _data(draft: Draft) -> None:
     if (split := draft.first("train_split", "split")) and "data.split" not in draft.values:
         draft.set("data.split", split, "train_split", "split")
     if draft.get(key := "apply_chat_template_to_dataset"):
-        draft.functions.append(RULES["functions"]["questions"])
-        draft.set("data.format", f"{draft.companion}:questions", key)
+        draft.set("data.format", draft.function("questions", RULES["functions"]["questions"]), key)
     else:
         draft.set("data.prompt_key", draft.first("prompt_key", default="prompts"), "prompt_key", key)
 
@@ -353,14 +364,12 @@ def _rewards(draft: Draft, trainer: str) -> None:
             )
     buffer = draft.get("algorithm.overlong_buffer") if trainer == "dapo" else None
     if isinstance(buffer, dict) and buffer.get("enable"):
-        sizes = {
-            "LONGEST": "max_response_length",
-            "BUFFER": "overlong_buffer_length",
-            "PENALTY": "overlong_buffer_penalty",
-        }
-        text = RULES["functions"]["overlong"]
-        draft.functions.append(re.sub("|".join(sizes), lambda word: repr(buffer[sizes[word[0]]]), text))
-        functions.append(f"{draft.companion}:overlong")
+        text, names = (
+            RULES["functions"]["overlong"],
+            ("max_response_length", "overlong_buffer_length", "overlong_buffer_penalty"),
+        )
+        longest, length, penalty = (buffer[name] for name in names)
+        functions.append(draft.function("overlong", text, LONGEST=longest, BUFFER=length, PENALTY=penalty))
     if functions:
         draft.set("rewards.functions", tuple(functions), key, "algorithm.overlong_buffer", "verl_compatible")
     else:
@@ -382,8 +391,7 @@ def _offline(draft: Draft, trainer: str) -> None:
         else:
             draft.set("data.path", "DATA", "dataset_name")
             draft.check(f"dataset_name = {name or 'not set'}: write its rows (src and dst) to a file and set data.path")
-        draft.functions.append(RULES["functions"]["translations"])
-        draft.set("data.format", f"{draft.companion}:translations", "dataset_name")
+        draft.set("data.format", draft.function("translations", RULES["functions"]["translations"]), "dataset_name")
         draft.set("algorithm.aggregation", "token")
     else:
         kind = draft.get("algorithm.algorithm")
@@ -414,8 +422,14 @@ def _offline(draft: Draft, trainer: str) -> None:
 
 def _rate(draft: Draft, at: str, updates: int, ours: str = "optimizer") -> None:
     """Set an optimizer, of the policy or the `critic`, from the section `at`, whose steps are updates."""
-    policy = ours == "optimizer"
-    kind = str(draft.get(key := f"{at}.schedule_type") or "")
+    policy, kind = ours == "optimizer", str(draft.get(key := f"{at}.schedule_type") or "")
+    if kind and (rate := draft.get(given := f"{at}.learning_rate")) is not None:  # which the optimizer takes instead
+        if draft.sets(key):
+            draft.check(
+                f"{draft.named(key)} = {kind} has no effect there, as {draft.named(given)} = {rate} is set too: the "
+                f"rate is constant. To follow the schedule, leave {draft.named(given)} out"
+            )
+        kind = ""
     shape, peak, lowest, last = SCHEDULES.get(kind, ("constant", "learning_rate", "", ""))
     if kind and kind not in SCHEDULES:
         draft.check(f"{draft.named(key)} = {kind} has no equivalent; constant is written")
@@ -436,15 +450,21 @@ def _rate(draft: Draft, at: str, updates: int, ours: str = "optimizer") -> None:
         draft.set("optimizer.warmup_init", float(draft.get(f"{at}.init_value") or 0.0), f"{at}.init_value")
     if policy and last and (end := draft.get(f"{at}.{last}")):
         draft.set("optimizer.schedule_steps", shared.divided(float(end), updates), f"{at}.{last}")
-    for name in ("b1", "b2", "weight_decay"):
-        draft.set(f"{ours}.{name}", _number(draft.get(f"{at}.{name}")), f"{at}.{name}")
+    name = str(draft.get(f"{at}.opt_type") or "adamw")
+    takes = RULES["optax"].get(name.lower(), RULES["optax"]["adamw"])  # arguments of the optimizer, with their defaults
+    if policy:
+        shared.optimizer(draft, name, f"{at}.opt_type")
+    for option, value in takes.items():
+        option, _, theirs = option.partition("=")  # momentum is b1 here
+        if policy or option != "eps":
+            key = f"{at}.{theirs or option}"
+            draft.set(f"{ours}.{option}", float(draft.first(key, default=value)), key)
+    if "weight_decay" not in takes:
+        draft.set(f"{ours}.weight_decay", 0.0)
     if not policy:
         draft.set("critic.max_grad_norm", float(draft.get(f"{at}.clip_by_global_norm") or 0.0))
         return
-    draft.set("optimizer.eps", _number(draft.get(f"{at}.eps")), f"{at}.eps")
     draft.set("optimizer.no_decay", (), f"{at}.weight_decay")
-    if name := draft.get(f"{at}.opt_type"):
-        shared.optimizer(draft, name, f"{at}.opt_type")
     norm = draft.get(f"{at}.clip_by_global_norm")
     draft.set("optimizer.max_grad_norm", float(norm or 0.0), f"{at}.clip_by_global_norm")
     if said := draft.get(key := f"{at}.max_grad_norm"):
@@ -453,10 +473,6 @@ def _rate(draft: Draft, at: str, updates: int, ours: str = "optimizer") -> None:
             f"{draft.named(key)} = {said} clips nothing there: Tunix's command line gives it to no optimizer. 0, no "
             "clipping, is written for optimizer.max_grad_norm; set it to clip"
         )
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
 
 
 def _saving(draft: Draft, updates: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate.draft import Source
 from jaxrl_llm.tools.migrate.scripts import Script
-from jaxrl_llm.tools.migrate.table import find, rules, table
+from jaxrl_llm.tools.migrate.table import rules
 from jaxrl_llm.tools.migrate.values import Unknown, call_name
 
 OPTIMIZER = "rl_training_config.actor_optimizer_config"
@@ -45,15 +45,9 @@ def read_tunix(text: str, path: str, trainer: str, companion: str) -> Source:
 
     Raises ConfigError when it configures no trainer that is known.
     """
-    try:
-        tree = ast.parse(text, filename=path)
-    except SyntaxError as error:
-        raise ConfigError(f"{path}:{error.lineno} is no Python: {error.msg}") from error
-    script = Script(tree, text, path, companion, {})
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    calls: dict[str, ast.Call] = {}  # the first of each: a second RolloutConfig is that of evaluations
-    for node in sorted(nodes, key=lambda node: node.lineno):
-        calls.setdefault(call_name(node), node)
+    script = Script(text, path, companion, {})
+    # The first of each: a second RolloutConfig is that of evaluations.
+    calls = {call_name(node): node for node in reversed(script.calls)}
     told = [CLASSES[name][1] for name in CLASSES if name in calls and CLASSES[name][1]]
     trainer = trainer or next(iter(told), "sft" if "PeftTrainer" in calls else "")
     if not trainer:
@@ -101,7 +95,7 @@ def read_tunix(text: str, path: str, trainer: str, companion: str) -> Source:
             ]
         elif keyword.arg in ("env_class", "agent_class", "env_kwargs", "agent_kwargs"):
             settings[keyword.arg] = ast.unparse(keyword.value)
-    for node in nodes:
+    for node in script.calls:
         if call_name(node) == "batch" and node.args and isinstance(size := script.value(node.args[0]), int):
             settings.setdefault("batch_size", size)
         elif call_name(node) in ("from_pretrained", "snapshot_download", "hf_pipeline"):
@@ -109,16 +103,4 @@ def read_tunix(text: str, path: str, trainer: str, companion: str) -> Source:
             name = next((one for one in given if isinstance(one, str) and MODEL.fullmatch(one)), None)
             if name:
                 settings.setdefault("model_config.model_id", name)
-    for key, value in tuple(settings.items()):
-        if isinstance(value, Unknown):
-            entry = find(table("tunix"), key)
-            if entry and not entry.ours:
-                settings[key] = f"<{value.text}>"
-                continue
-            del settings[key]
-            script.note(f"{key} = {value.text} is known only when the script runs: set {entry.ours if entry else 'it'}")
-    if script.read:
-        script.note(f"as its parser has them by default: {', '.join(dict.fromkeys(script.read))}")
-    for name, missing in script.functions.missing.items():
-        script.note(f"{name} reads {', '.join(missing)}, which only the script makes: define it in {companion}")
-    return Source("tunix", trainer, settings, path, tuple(script.unread), script.functions.source())
+    return script.source("tunix", trainer, settings, path)

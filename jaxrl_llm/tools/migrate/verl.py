@@ -2,7 +2,6 @@
 
 import math
 import re
-from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate import distillation, shared, verl_run, verl_tools
@@ -94,7 +93,6 @@ def convert(source: Source, options: Options) -> Draft:
     algorithm = "SFT" if trainer == "sft" else "PPO" if estimator == "gae" else estimator
     of = "0.8" if trainer == "sft" and not engine else version  # which had sft_trainer.yaml last
     draft = Draft(source, f"{algorithm}, from FILE of verl; what that leaves out is as in verl {of}.", theirs, named)
-    draft.companion = options.companion
     draft.set_direct("verl")
     _data(draft)
     _model(draft)
@@ -182,20 +180,8 @@ def _data(draft: Draft) -> None:
     elif most > 0:
         draft.set("data.split", f"train[:{most}]", "data.train_max_samples")
     draft.use("data.train_max_samples")
-    for section, key in (
-        ("data.apply_chat_template_kwargs", "data.chat_template_kwargs"),
-        ("data.mm_processor_kwargs", "data.image_processor"),
-    ):
-        options = _below(draft, section)
-        if options:
-            text = ", ".join(f"{name}={value!r}" for name, value in options.items())
-            draft.set(key, text, *(f"{section}.{name}" for name in options))
-
-
-def _below(draft: Draft, section: str) -> dict[str, Any]:
-    """Return the keys of a section that the file sets, by their last part."""
-    keys = {key: value for key, value in draft.settings.items() if key.startswith(f"{section}.")}
-    return {key.rpartition(".")[2]: value for key, value in keys.items()}
+    shared.set_options(draft, "data.chat_template_kwargs", "data.apply_chat_template_kwargs")
+    shared.set_options(draft, "data.image_processor", "data.mm_processor_kwargs")
 
 
 def _model(draft: Draft) -> None:
@@ -206,7 +192,7 @@ def _model(draft: Draft) -> None:
     keys = (*keys, "model.enable_gradient_checkpointing")
     remat = "block" if draft.get(keys[0]) or draft.get(keys[2]) else "auto"
     draft.set("model.remat", "offload" if draft.get(keys[1]) else remat, *keys)
-    entries = _below(draft, f"{M}.override_config")
+    entries = shared.below(draft, f"{M}.override_config")
     if isinstance(inner := entries.pop("model_config", None), dict):
         entries |= inner
     entries = {key: value for key, value in entries.items() if not re.search("drop|moe_router", key)}
@@ -528,7 +514,7 @@ def _rewards(draft: Draft) -> None:
             "a function of its own: write those that rewards.functions names"
         )
     if path := draft.get("custom_reward_function.path"):
-        options = _below(draft, "custom_reward_function.reward_kwargs")
+        options = shared.below(draft, "custom_reward_function.reward_kwargs")
         keys += [f"custom_reward_function.reward_kwargs.{key}" for key in options]
         names = parts or [draft.get("custom_reward_function.name")]
         functions += [with_options(f"{path}:{name}", options) for name in names]
@@ -561,8 +547,7 @@ def _rewards(draft: Draft) -> None:
         files = str(draft.get("data.train_files")).lower()
         guess = "gsm8k_accuracy" if "gsm8k" in files else "math_accuracy" if "math" in files else "exact_match"
         if "gsm8k" in files and len(draft.values.get("data.sources", ())) > 1:
-            draft.functions.append(rules("verl")["functions"]["by_data_source"])
-            guess = f"{draft.companion}:by_data_source"
+            guess = draft.function("by_data_source", rules("verl")["functions"]["by_data_source"])
         draft.set("rewards.functions", (guess,))
         draft.check(
             f"the file names no reward function, so verl chooses one by data_source; {guess} is written: see that it "
@@ -615,8 +600,8 @@ def _sft(draft: Draft, gpus: int) -> None:
     for key, inner, unset in ((names[0], names[2], "question"), (names[1], names[3], "answer")):
         path = [draft.first(key, default=unset), *(draft.get(inner) or ())]
         columns.append("".join(f'["{name}"]' for name in path))
+    given = shared.below(draft, "data.apply_chat_template_kwargs")
+    options = "".join(f", {name}={value!r}" for name, value in given.items())
     text = rules("verl")["functions"]["columns"]
-    options = "".join(f", {name}={value!r}" for name, value in _below(draft, "data.apply_chat_template_kwargs").items())
-    filled = {"PROMPT": columns[0], "RESPONSE": columns[1], "OPTIONS": options}
-    draft.functions.append(re.sub("PROMPT|RESPONSE|OPTIONS", lambda name: filled[name[0]], text))
-    draft.set("data.format", f"{draft.companion}:columns", *names)
+    function = draft.function("columns", text, PROMPT=columns[0], RESPONSE=columns[1], OPTIONS=options)
+    draft.set("data.format", function, *names)
