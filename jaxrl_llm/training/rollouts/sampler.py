@@ -15,6 +15,7 @@ from jaxrl_llm.config.user_code import contained
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.processes import AgreedError
+from jaxrl_llm.distributed.sharding import placed
 from jaxrl_llm.models.adapters.lora import combine, split
 from jaxrl_llm.models.net import Params
 from jaxrl_llm.training.rollouts.experience import pack, share_of
@@ -65,6 +66,7 @@ def _sample(config, index: int, rendezvous: Rendezvous, sign: Heartbeat) -> None
     name, arrays = "", dict[str, np.ndarray]()  # the file of the policy, and its arrays on the host
     with jax.set_mesh(worker.mesh), Watchdog(config.watch.hang_seconds, watch, rendezvous.folder):
         frozen, trained = split(worker.copy_policy(model.params), model.net.config.frozen)
+        trained = placed(trained, jax.tree.map(lambda x: x.sharding, trained))  # as shapes: no policy is held yet
         del model
         try:
             while True:
