@@ -166,8 +166,9 @@ def stop_strings(strings: Sequence[str]) -> ByteAutomaton:
         for pattern in patterns:
             if pattern.startswith(beginning) and pattern != beginning:
                 longer = pattern[: len(beginning) + 1]
-                following[state, longer[-1]] = number.get(longer, following[state, longer[-1]])
                 found[state, longer[-1]] |= longer == pattern
+                if longer in number:
+                    following[state, longer[-1]] = number[longer]
     return ByteAutomaton(following, found, np.ones(len(beginnings), bool))
 
 
