@@ -20,7 +20,8 @@ def split_pair(example: Mapping[str, Any]) -> tuple[Any, Any, Any]:
 
     Raises ConfigError: nothing in common, or completions that do not differ.
     """
-    chosen, rejected = example.get("chosen"), example.get("rejected")
+    chosen: Any = example.get("chosen")
+    rejected: Any = example.get("rejected")
     for name, value in (("chosen", chosen), ("rejected", rejected)):
         if not isinstance(value, str) and not is_conversational(value):
             raise ConfigError(

@@ -142,7 +142,7 @@ def _from_hub(path: str, name: str | None, split: str, streaming: bool) -> Rows:
     The hub is asked once whether it is there: `datasets` would ask for half a minute, and a misspelt path of a file may
     be a name of the hub.
     """
-    import datasets
+    import datasets.config
     from huggingface_hub import HfApi
 
     unreached = None
