@@ -134,9 +134,8 @@ class Prepared:
     keep: Array = None  # [N,T] 1 on tokens whose policy term counts; None: all of the mask
     weight_scale: Array = None  # [N] 1 / the mean importance weight of the batch
     selected: Array = None  # [N,T] 1 on the few tokens that the loss treats differently
-    row_share: Array = None  # [N] 1 / rows with the same label, for means over those rows
-    label_share: Array = None  # [N,T,2] share of a step in means over wrong and over right ones, NaN without any
-    side_tokens: Array = None  # [N] tokens of all rows on this row's side, chosen or rejected
+    side_share: Array = None  # [N,T,2] share of a token in means over either side, see `side_shares`
+    row_side_share: Array = None  # [N,2] the same of a row
     real_share: Array = None  # [N] share of a row in the tokens that are no padding
     baseline: Array = None  # [N] the mean reward of mismatched rows, that KTO compares with
     tangent: Array = None  # [N,2] slope and height, at this policy, of a loss that compares pairs with each other

@@ -25,7 +25,8 @@ class Metric:
     """A number of a batch, and how the numbers of its micro-batches become one.
 
     A loss gives `[N,T]`, `[N]` or `[]` and says with `reduce` how they become a scalar: "mean" over the tokens of the
-    optimizer batch, "row_mean" over its rows (a row counts once, however long it is), "sum", "max" or "min".
+    optimizer batch, "row_mean" over its rows (a row counts once, however long it is), "sum", or "max" or "min" over
+    its tokens.
     """
 
     value: Array
@@ -97,13 +98,18 @@ def log_ratio_at(level: str, log_ratio, mask) -> Array:
     return jnp.broadcast_to(over_row(log_ratio, mask, axis=-1, keepdims=True), log_ratio.shape)
 
 
-def bounded_ratio(log_ratio: Array) -> Array:
-    """Returns `exp(log_ratio)` with the log-ratio bounded to +-20, as verl bounds it.
+def bounded_log_ratio(log_ratio: Array) -> Array:
+    """Returns log-ratios of any shape, bounded to +-20 as verl bounds them.
 
     A log-ratio, above all the sum over a long row, may pass 88, from where on float32's exp is infinite: the gradient
     of what the clip takes out is then 0 * inf, NaN, as is the loss where A = 0. No clip range reaches as far as these.
     """
-    return jnp.exp(jnp.clip(log_ratio, -20.0, 20.0))
+    return jnp.clip(log_ratio, -20.0, 20.0)
+
+
+def bounded_ratio(log_ratio: Array) -> Array:
+    """Returns the ratio, of a `bounded_log_ratio`."""
+    return jnp.exp(bounded_log_ratio(log_ratio))
 
 
 def with_metrics(result: Any) -> tuple[Array, Metrics]:

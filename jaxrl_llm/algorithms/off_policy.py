@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.aggregation import as_float, as_mask, masked_mean, masked_sum
-from jaxrl_llm.algorithms.losses import bounded_ratio
+from jaxrl_llm.algorithms.losses import bounded_log_ratio, bounded_ratio
 
 Array = jax.Array
 
@@ -18,7 +18,6 @@ CRITERIA = (
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
     "seq_mean_k3", "seq_max_k2", "seq_max_k3",
 )  # fmt: skip
-LARGEST_LOG_RATIO = 20.0  # of a token, in divergences: exp(20) is 5e8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +27,15 @@ class Criterion:
     name: str
     low: float
     high: float
+
+
+def masked_log_ratio(logps, other_logps, mask) -> Array:
+    """Returns `logps - other_logps` `[N, T]` without gradient, 0 outside the mask and where it is NaN.
+
+    It is NaN on tokens that a sampler could not score.
+    """
+    x = jax.lax.stop_gradient(as_float(logps) - as_float(other_logps))
+    return jnp.where(as_mask(mask, x.shape) & ~jnp.isnan(x), x, 0.0)
 
 
 def importance_correction(
@@ -48,14 +56,12 @@ def importance_correction(
     """
     if mode not in MODES:
         raise ValueError(f"unknown importance correction {mode!r}; choose one of {', '.join(MODES)}")
-    difference = jax.lax.stop_gradient(as_float(old_logps) - as_float(sample_logps))
-    mask = as_mask(mask, difference.shape)
-    difference = jnp.where(mask & ~jnp.isnan(difference), difference, 0.0)
+    x = masked_log_ratio(old_logps, sample_logps, mask)
     if mode.startswith("sequence"):
-        difference = jnp.broadcast_to(difference.sum(axis=1, keepdims=True), mask.shape)
+        x = jnp.broadcast_to(x.sum(axis=1, keepdims=True), x.shape)
     elif mode.startswith("geometric"):
-        difference = jnp.broadcast_to(masked_mean(difference, mask, axis=1, keepdims=True), mask.shape)
-    ratio = bounded_ratio(difference)
+        x = jnp.broadcast_to(masked_mean(x, mask, axis=1, keepdims=True), x.shape)
+    ratio = bounded_ratio(x)
     if mode.endswith("truncate"):
         return jnp.clip(ratio, minimum, maximum), ratio
     lowest = -jnp.inf if minimum is None else minimum
@@ -115,9 +121,7 @@ def rejection_mask(logps, sample_logps, mask, criteria: tuple[Criterion, ...]) -
     (`seq_mean_k1`: the geometric mean of the ratios) or the maximum over the row, which is kept or dropped whole. NaN
     differences count as 0. No gradient flows. Source: verl 0.9, `rollout_rs`; Liu et al., "When Speed Kills Stability".
     """
-    x = jax.lax.stop_gradient(as_float(logps) - as_float(sample_logps))
-    mask = as_mask(mask, x.shape)
-    x = jnp.clip(jnp.where(mask & ~jnp.isnan(x), x, 0.0), -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    x = bounded_log_ratio(masked_log_ratio(logps, sample_logps, mask))
     keep = jnp.ones(x.shape, bool)
     for criterion in criteria:
         level, divergence = criterion.name.rsplit("_", 1)
@@ -129,7 +133,7 @@ def rejection_mask(logps, sample_logps, mask, criteria: tuple[Criterion, ...]) -
         elif level == "seq_max":  # never negative, and 0 outside the mask
             values = values.max(axis=1, keepdims=True)
         keep &= (values >= criterion.low) & (values <= criterion.high)
-    return jnp.where(mask, keep, True).astype(x.dtype)
+    return jnp.where(as_mask(mask, x.shape), keep, True).astype(x.dtype)
 
 
 def proximal_share(versions, version) -> Array:
@@ -163,12 +167,11 @@ def off_policy_sequence_mask(advantages, sampling_logps, logps, mask, threshold)
     sampler could not score) add nothing to the sum. No gradient flows. Multiply the policy loss by it; the KL term is
     not masked. Source: DeepSeek-V3.2, arXiv 2512.02556.
     """
-    logps = jax.lax.stop_gradient(as_float(logps))
-    difference = jnp.nan_to_num(as_float(sampling_logps) - logps, nan=0.0)
-    drift = masked_mean(difference, mask, axis=-1, keepdims=True)
+    fall = masked_log_ratio(sampling_logps, logps, mask)
+    drift = masked_mean(fall, mask, axis=-1, keepdims=True)
     advantages = as_float(advantages)
     advantages = advantages[:, None] if advantages.ndim == 1 else advantages
-    return jnp.broadcast_to((advantages >= 0) | (drift <= threshold), logps.shape).astype(jnp.float32)
+    return jnp.broadcast_to((advantages >= 0) | (drift <= threshold), fall.shape).astype(jnp.float32)
 
 
 def mismatch_kl(old_logps, sample_logps, mask) -> Array:
@@ -176,7 +179,5 @@ def mismatch_kl(old_logps, sample_logps, mask) -> Array:
 
     Shapes: all `[N, T]`. With `x = old_logps - sample_logps`, bounded to +-20: `mean(exp(x) - 1 - x)`, never negative.
     """
-    x = as_float(old_logps) - as_float(sample_logps)
-    x = jnp.where(as_mask(mask, x.shape) & ~jnp.isnan(x), x, 0.0)
-    x = jnp.clip(x, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    x = bounded_log_ratio(masked_log_ratio(old_logps, sample_logps, mask))
     return masked_mean(jnp.expm1(x) - x, mask)

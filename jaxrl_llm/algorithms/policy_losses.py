@@ -25,7 +25,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.aggregation import as_float, as_mask, magnitude, masked_mean, masked_sum
-from jaxrl_llm.algorithms.losses import Metric, Metrics, bounded_ratio, check_rank, declare, log_ratio_at
+from jaxrl_llm.algorithms.losses import (
+    Metric,
+    Metrics,
+    bounded_log_ratio,
+    bounded_ratio,
+    check_rank,
+    declare,
+    log_ratio_at,
+)
 
 Array = jax.Array
 
@@ -93,10 +101,10 @@ def ppo_clip(
     """
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"dual_clip bounds the ratio of bad samples from above and must exceed 1; got {dual_clip}")
-    _, log_ratio, per_token = _prepare(logps, old_logps, advantages, mask)
-    loss = _clipped(bounded_ratio(log_ratio), per_token, epsilon_low, epsilon_high, delta)
+    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    loss = _clipped(bounded_ratio(log_ratio), advantages, epsilon_low, epsilon_high, delta)
     if dual_clip is not None:
-        loss = jnp.where(per_token < 0, jnp.minimum(loss, -dual_clip * per_token), loss)
+        loss = jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
     return loss, _clip_metrics(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, dual_clip=dual_clip)
 
 
@@ -108,9 +116,9 @@ def gspo(logps, old_logps, advantages, epsilon_low, epsilon_high, delta=None, *,
     the row; aggregate with `sequence`. The paper's ranges are small, 3e-4 below and 4e-4 above. `delta` as `ppo_clip`.
     Source: GSPO, arXiv 2507.18071.
     """
-    _, log_ratio, per_token = _prepare(logps, old_logps, advantages, mask)
+    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     ratio = bounded_ratio(masked_mean(log_ratio, mask, axis=-1, keepdims=True))
-    loss = _clipped(ratio, per_token, epsilon_low, epsilon_high, delta)
+    loss = _clipped(ratio, advantages, epsilon_low, epsilon_high, delta)
     return loss, _clip_metrics(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, level="sequence")
 
 
@@ -121,12 +129,12 @@ def gspo_token(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask)
     Formula: `s_t = stop(s) * exp(logps - stop(logps))` with s as in `gspo`; the value equals `gspo`, and so does the
     gradient when the advantage is one number per row. Source: GSPO-token, arXiv 2507.18071.
     """
-    _, log_ratio, per_token = _prepare(logps, old_logps, advantages, mask)
+    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     sequence = masked_mean(jax.lax.stop_gradient(log_ratio), mask, axis=-1, keepdims=True)
     # 0, with the gradient of the log-probs.
     moving = as_float(logps) - jax.lax.stop_gradient(as_float(logps))
     ratio = bounded_ratio(sequence + jnp.where(as_mask(mask, moving.shape), moving, 0.0))
-    loss = _clipped(ratio, per_token, epsilon_low, epsilon_high)
+    loss = _clipped(ratio, advantages, epsilon_low, epsilon_high)
     return loss, _clip_metrics(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, level="sequence")
 
 
@@ -149,9 +157,9 @@ def rloo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask) -> tu
     Formula: `s = exp(sum_t(logps - old_logps))`, not length-normalised, loss `-min(s A, clip(s) A)` on every token of
     the row; aggregate with `sequence`. The sum is bounded to +-20. Source: RLOO, arXiv 2402.14740, clipped as in TRL.
     """
-    _, log_ratio, per_token = _prepare(logps, old_logps, advantages, mask)
+    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     ratio = bounded_ratio(masked_sum(log_ratio, mask, axis=-1, keepdims=True))
-    loss = _clipped(ratio, per_token, epsilon_low, epsilon_high)
+    loss = _clipped(ratio, advantages, epsilon_low, epsilon_high)
     return loss, _clip_metrics(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, level="sequence_sum")
 
 
@@ -162,9 +170,9 @@ def gmpo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask) -> tu
     elsewhere; `s = exp(mean_t clipped)`, loss `-s A` on every token of the row; aggregate with `sequence`. The epsilons
     bound the log-ratio; the paper uses 0.4. Source: GMPO, arXiv 2507.20673.
     """
-    _, log_ratio, per_token = _prepare(logps, old_logps, advantages, mask)
-    clipped = jnp.where(per_token > 0, jnp.minimum(log_ratio, epsilon_high), jnp.maximum(log_ratio, -epsilon_low))
-    loss = -bounded_ratio(masked_mean(clipped, mask, axis=-1, keepdims=True)) * per_token
+    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    clipped = jnp.where(advantages > 0, jnp.minimum(log_ratio, epsilon_high), jnp.maximum(log_ratio, -epsilon_low))
+    loss = -bounded_ratio(masked_mean(clipped, mask, axis=-1, keepdims=True)) * advantages
     # The epsilons bound the log-ratio: as bounds of the ratio they are 1 - exp(-low) and exp(high) - 1.
     low, high = -math.expm1(-epsilon_low), math.expm1(epsilon_high)
     return loss, _clip_metrics(logps, old_logps, advantages, low, high, mask=mask)
@@ -182,7 +190,6 @@ def cispo(
     `level="sequence"` weighs a row by its length-normalised ratio (`log_ratio_at`; TRL's importance_sampling_level).
     Source: CISPO, MiniMax-M1, arXiv 2506.13585; cap as in ScaleRL, arXiv 2510.13786.
     """
-    del epsilon_low
     if isinstance(epsilon_high, (int, float)) and epsilon_high <= 1:
         warnings.warn(
             f"cispo reads epsilon_high as the cap of the ratio itself: {epsilon_high} caps the weight of every sample "
@@ -198,24 +205,15 @@ def cispo(
 
 @declare(ratio="level", unread=EPSILONS)
 def sapo(
-    logps,
-    old_logps,
-    advantages,
-    epsilon_low=None,
-    epsilon_high=None,
-    *,
-    mask=None,
-    temperature_positive=1.0,
-    temperature_negative=1.05,
-    level="token",
-) -> Array:
+    logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask=None,
+    temperature_positive=1.0, temperature_negative=1.05, level="token",
+) -> Array:  # fmt: skip
     """Returns the soft-gated surrogate `[N, T]`: a sigmoid of the ratio in place of a clip.
 
     Formula: `-A (4 / tau) sigmoid(tau (r - 1))`, tau = temperature_positive where A > 0, else temperature_negative. The
     epsilons are not read. `level="sequence"` takes the length-normalised ratio of the row (`log_ratio_at`).
     Source: SAPO, arXiv 2511.20347.
     """
-    del epsilon_low, epsilon_high
     _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     tau = jnp.where(advantages > 0, temperature_positive, temperature_negative)
     ratio = bounded_ratio(log_ratio_at(level, log_ratio, mask))
@@ -228,26 +226,15 @@ def reinforce(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None,
 
     Source: REINFORCE, Williams (1992); with group advantages it is GPG, arXiv 2504.02546.
     """
-    del epsilon_low, epsilon_high
     logps, _, advantages = _prepare(logps, old_logps, advantages, mask)
     return -advantages * logps
 
 
 @declare(unread=EPSILONS)
 def vespo(
-    logps,
-    old_logps,
-    advantages,
-    epsilon_low=None,
-    epsilon_high=None,
-    *,
-    mask,
-    importance_weights=None,
-    k_positive=2.0,
-    lambda_positive=3.0,
-    k_negative=3.0,
-    lambda_negative=2.0,
-) -> tuple[Array, Metrics]:
+    logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask, importance_weights=None,
+    k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=2.0,
+) -> tuple[Array, Metrics]:  # fmt: skip
     """Returns REINFORCE `[N, T]` weighted by a gamma-shaped function of the sequence ratio, `-stop(phi(w)) A logps`.
 
     Formula: `w = exp(sum_t log-ratio [+ sum_t log importance_weights])`, `phi(w) = exp(lambda + k log w - lambda w)`,
@@ -256,10 +243,9 @@ def vespo(
     caller does not multiply the loss by them again. The epsilons are not read. The metric `vespo/phi_seq_mean` is phi,
     a mean over rows. Source: VESPO, arXiv 2602.10693.
     """
-    del epsilon_low, epsilon_high
     logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     lowest = math.log(1e-8)
-    log_w = masked_sum(jnp.clip(log_ratio, -20.0, 20.0), mask, axis=-1, keepdims=True)
+    log_w = masked_sum(bounded_log_ratio(log_ratio), mask, axis=-1, keepdims=True)
     if importance_weights is not None:
         extra = jnp.clip(jnp.log(as_float(importance_weights)), lowest, 20.0)
         log_w = log_w + (masked_sum(extra, mask, axis=-1, keepdims=True) if extra.shape[-1] > 1 else extra)
@@ -268,6 +254,28 @@ def vespo(
     lam = jnp.where(advantages >= 0, lambda_positive, lambda_negative)
     phi = jax.lax.stop_gradient(jnp.exp(lam + k * log_w - lam * jnp.exp(log_w)))
     return -phi * advantages * logps, {"vespo/phi_seq_mean": Metric(phi, "row_mean")}
+
+
+def _moved(logps: Array, log_ratio: Array) -> Array:
+    """Returns by how much the probability of each token has risen since it was sampled `[N, T]`, without gradient."""
+    return jax.lax.stop_gradient(jnp.exp(logps) - jnp.exp(logps - log_ratio))
+
+
+def _kept_ratio(log_ratio: Array, advantages: Array, keep: Array, kl_coef) -> Array:
+    """Returns `-keep A r + kl_coef (log r)^2` `[N, T]`, without reading the ratio of tokens that are not kept."""
+    surrogate = jnp.where(keep, -advantages * bounded_ratio(jnp.where(keep, log_ratio, 0.0)), 0.0)
+    return surrogate + kl_coef * jnp.square(log_ratio)
+
+
+def _kept_reinforce(logps: Array, log_ratio: Array, advantages: Array, keep: Array, maximum) -> Array:
+    """Returns `-keep stop(min(r, maximum)) A logps` `[N, T]`."""
+    weights = jnp.where(keep, jnp.minimum(bounded_ratio(log_ratio), maximum), 0.0)
+    return -jax.lax.stop_gradient(weights) * advantages * logps
+
+
+def _check_threshold(loss: str, threshold) -> None:
+    if isinstance(threshold, (int, float)) and threshold < 0:
+        raise ValueError(f"{loss} leaves out every token below a threshold of 0; got {threshold}")
 
 
 @declare(old_logps="sampler")
@@ -280,7 +288,7 @@ def dppo(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=0.2, *, mas
     default of prime-rl; aggregate with `token`.
     """
     logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
-    moved = jax.lax.stop_gradient(jnp.exp(logps) - jnp.exp(logps - log_ratio))
+    moved = _moved(logps, log_ratio)
     keep = jnp.where(advantages > 0, moved <= epsilon_high, moved >= -epsilon_low)
     return _kept_ratio(log_ratio, advantages, keep, kl_coef)
 
@@ -293,7 +301,7 @@ def dppo_tv(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=0.2, *, 
     the sampler's log-probs. Source: arXiv 2602.04879; verl 0.9, `dppo_tv`.
     """
     logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
-    moved = jnp.exp(logps) - jnp.exp(logps - log_ratio)
+    moved = _moved(logps, log_ratio)
     keep = jnp.where(advantages > 0, moved <= epsilon_high, moved >= -epsilon_low)
     return _kept_reinforce(logps, log_ratio, advantages, keep, maximum)
 
@@ -321,7 +329,6 @@ def importance_sampling(logps, old_logps, advantages, epsilon_low=None, epsilon_
     `old_logps` are the sampler's log-probs; the epsilons are not read. Source: `importance_sampling` of Tinker and
     SkyRL, which sum it over tokens (aggregation `token_sum`).
     """
-    del epsilon_low, epsilon_high
     _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     return -bounded_ratio(log_ratio) * advantages
 
@@ -341,23 +348,6 @@ def rollout_is(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=0.2, 
     return loss, {"clip_ratio/region_mean": Metric((~keep).astype(jnp.float32))}
 
 
-def _check_threshold(loss: str, threshold) -> None:
-    if isinstance(threshold, (int, float)) and threshold < 0:
-        raise ValueError(f"{loss} leaves out every token below a threshold of 0; got {threshold}")
-
-
-def _kept_ratio(log_ratio: Array, signal: Array, keep: Array, kl_coef) -> Array:
-    """The ratio times the signal, of the tokens that are kept, and of all tokens the squared log-ratio as a penalty."""
-    surrogate = jnp.where(keep, -signal * bounded_ratio(jnp.where(keep, log_ratio, 0.0)), 0.0)
-    return surrogate + kl_coef * jnp.square(log_ratio)
-
-
-def _kept_reinforce(logps: Array, log_ratio: Array, advantages: Array, keep: Array, maximum) -> Array:
-    """REINFORCE of the tokens that are kept, with the ratio, cut at `maximum`, as their weight."""
-    weights = jnp.where(keep, jnp.minimum(bounded_ratio(log_ratio), maximum), 0.0)
-    return -jax.lax.stop_gradient(weights) * advantages * logps
-
-
 @declare(old_logps="sampler", unread=EPSILONS)
 def ipo(
     logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask=None, threshold=0.1, kl_coef=1e-3
@@ -369,10 +359,9 @@ def ipo(
     preference optimisation, `preference_losses.ipo`, has the same name. Raises ValueError for a negative threshold.
     Source: prime-rl 0.8, `ipo`; aggregate with `token`.
     """
-    del epsilon_low, epsilon_high
     _check_threshold("ipo", threshold)
     logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
-    keep = jnp.abs(jax.lax.stop_gradient(jnp.exp(logps) - jnp.exp(logps - log_ratio))) <= threshold
+    keep = jnp.abs(_moved(logps, log_ratio)) <= threshold
     return _kept_ratio(log_ratio, advantages, keep, kl_coef)
 
 
@@ -385,9 +374,8 @@ def opd(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=None, *, mas
     probability fell by more than epsilon_low, whatever its signal; epsilon_high is not read. `old_logps` are the
     sampler's log-probs. Source: prime-rl 0.8, `ref_kl`; aggregate with `token`.
     """
-    del epsilon_high
     logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
-    keep = jax.lax.stop_gradient(jnp.exp(logps) - jnp.exp(logps - log_ratio)) >= -epsilon_low
+    keep = _moved(logps, log_ratio) >= -epsilon_low
     signal = jax.lax.stop_gradient(advantages - log_ratio)
     return _kept_ratio(log_ratio, signal, keep, kl_coef)
 
@@ -403,7 +391,6 @@ def a2po(
     weight beta2, whichever policy has sampled. The epsilons are not read. The metric `a2po/implicit_reward` is beta2
     times the row's log-ratio. Source: A*-PO, arXiv 2505.20686; beta2 1e-3 as TRL.
     """
-    del epsilon_low, epsilon_high
     _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     reward = jnp.broadcast_to(beta2 * masked_sum(log_ratio, mask, axis=-1, keepdims=True), log_ratio.shape)
     return jnp.square(reward - advantages), {"a2po/implicit_reward": Metric(reward, "row_mean")}
@@ -416,7 +403,6 @@ def dro(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, ma
     The epsilons are not read. Source: Direct Reward Optimisation, arXiv 2405.19107; verl 0.9, `dro`, which has no
     default of beta.
     """
-    del epsilon_low, epsilon_high
     logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     return 0.5 * beta * jnp.square(log_ratio) - advantages * logps
 
@@ -429,7 +415,6 @@ def topr(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, m
     away from already are not pushed further. `old_logps` are the sampler's log-probs; the epsilons are not read.
     Source: TOPR, arXiv 2503.14286.
     """
-    del epsilon_low, epsilon_high
     logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     row = jnp.exp(jnp.minimum(log_ratio.sum(axis=1, keepdims=True), 0.0))
     weights = jax.lax.stop_gradient(jnp.where(advantages >= 0, 1.0, row))
@@ -451,7 +436,8 @@ def _largest(values: Array, count: Array) -> Array:
     return ((rank < count) & (flat > -jnp.inf)).reshape(values.shape)
 
 
-def _share(mask: Array, fraction) -> Array:
+def _count_of(mask: Array, fraction) -> Array:
+    """Returns how many tokens are a fraction of those in the mask, at least 1."""
     return jnp.maximum(jnp.floor(fraction * mask.sum(dtype=jnp.float32)), 1.0)
 
 
@@ -465,7 +451,7 @@ def clip_cov_tokens(
     covariance = _covariance(logps, advantages, mask)
     candidate = (covariance > lower) & (covariance < upper) & ~is_clipped
     draw = jnp.where(candidate, jax.random.uniform(key, logps.shape), -jnp.inf)
-    return _largest(draw, _share(mask, fraction))
+    return _largest(draw, _count_of(mask, fraction))
 
 
 @declare(select=clip_cov_tokens)
@@ -493,10 +479,9 @@ def kl_cov_tokens(
     logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask, fraction=2e-4, kl_coef=1.0
 ) -> Array:
     """Returns booleans `[N, T]`, true on the tokens that `kl_cov` holds back; see there."""
-    del epsilon_low, epsilon_high, kl_coef
     logps, _, advantages = _prepare(logps, old_logps, advantages, mask)
     mask = as_mask(mask, logps.shape)
-    return _largest(_covariance(logps, advantages, mask), _share(mask, fraction))
+    return _largest(_covariance(logps, advantages, mask), _count_of(mask, fraction))
 
 
 @declare(select=kl_cov_tokens, unread=EPSILONS)
@@ -512,14 +497,12 @@ def kl_cov(
     """
     if selected is None:
         selected = kl_cov_tokens(logps, old_logps, advantages, mask=mask, fraction=fraction)
-    del epsilon_low, epsilon_high
     _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
     return -bounded_ratio(log_ratio) * advantages + jnp.where(as_mask(selected), kl_coef * magnitude(log_ratio), 0.0)
 
 
 def m2po_tokens(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask, threshold=0.04) -> Array:
     """Returns booleans `[N, T]`, true on the tokens that `m2po` takes out; see there."""
-    del epsilon_low, epsilon_high
     _, log_ratio, _ = _prepare(logps, old_logps, advantages, mask)
     mask = as_mask(mask, log_ratio.shape)
     squares = jnp.where(mask, jnp.square(jax.lax.stop_gradient(log_ratio)), jnp.inf).reshape(-1)
@@ -540,7 +523,6 @@ def m2po(
     sampler's log-probs; the epsilons are not read. Raises ValueError for a negative threshold. Source: M2PO, arXiv
     2510.01161 (threshold 0.04); so AReaL's `m2_threshold`, there within a micro-batch.
     """
-    del epsilon_low, epsilon_high
     _check_threshold("m2po", threshold)
     if selected is None:
         selected = m2po_tokens(logps, old_logps, advantages, mask=mask, threshold=threshold)
@@ -624,13 +606,12 @@ def _clip_metrics(
     )
     mask = jnp.ones_like(clipped.low) if mask is None else mask
     low, high = (masked_mean(x, mask, axis=-1) for x in (clipped.low, clipped.high))
-    live = as_mask(mask).any(axis=-1)
     mean = _mean_of(level)
     metrics = {
         "clip_ratio/low_mean": Metric(clipped.low, mean),
         "clip_ratio/high_mean": Metric(clipped.high, mean),
         "clip_ratio/region_mean": Metric(clipped.region, mean),
-        "clip_ratio/low_min": Metric(jnp.where(live, low, jnp.inf), "min"),
-        "clip_ratio/high_max": Metric(jnp.where(live, high, -jnp.inf), "max"),
+        "clip_ratio/low_min": Metric(low, "min"),
+        "clip_ratio/high_max": Metric(high, "max"),
     }
     return metrics if dual_clip is None else metrics | {"clip_ratio/dual_mean": Metric(clipped.dual, mean)}

@@ -50,22 +50,25 @@ def _log_ratio(policy, ref) -> Array:
     return policy if ref is None else policy - jax.lax.stop_gradient(as_float(ref))
 
 
-def _scores(
-    policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha, largest=80.0
+def _log_ratios(
+    policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence="reverse_kl", alpha=0.5, largest=80.0
 ) -> tuple[Array, Array]:
-    chosen = divergence_scores(_log_ratio(policy_chosen, ref_chosen), divergence, alpha, largest)
-    return chosen, divergence_scores(_log_ratio(policy_rejected, ref_rejected), divergence, alpha, largest)
+    """Returns u and v `[pairs]`, or the `divergence_scores` of them."""
+    u, v = _log_ratio(policy_chosen, ref_chosen), _log_ratio(policy_rejected, ref_rejected)
+    return divergence_scores(u, divergence, alpha, largest), divergence_scores(v, divergence, alpha, largest)
 
 
-def _per_token(chosen, rejected, lengths, loss: str) -> tuple[Array, Array]:
+def _per_token(chosen, rejected, lengths) -> tuple[Array, Array]:
+    """Returns the sums `[pairs]` of chosen and rejected completions divided by their lengths."""
     check_rank(1, policy_chosen=chosen, policy_rejected=rejected)
     if lengths is None:
-        raise ValueError(f"{loss} averages over tokens; pass lengths=(chosen_lengths, rejected_lengths)")
+        raise ValueError("this loss averages over tokens; pass lengths=(chosen_lengths, rejected_lengths)")
     chosen_lengths, rejected_lengths = (jnp.maximum(as_float(x), 1.0) for x in lengths)
     return as_float(chosen) / chosen_lengths, as_float(rejected) / rejected_lengths
 
 
 def _smoothed(logits: Array, label_smoothing) -> Array:
+    """Returns `-(1 - e) log sigmoid(logits) - e log sigmoid(-logits)` of e = label_smoothing."""
     if isinstance(label_smoothing, (int, float)) and not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing is the chance that a label is flipped, from 0 to 1; got {label_smoothing}")
     return -(1.0 - label_smoothing) * log_sigmoid(logits) - label_smoothing * log_sigmoid(-logits)
@@ -73,169 +76,109 @@ def _smoothed(logits: Array, label_smoothing) -> Array:
 
 @declare(rows="pair", reference=True)
 def dpo(
-    policy_chosen,
-    policy_rejected,
-    ref_chosen,
-    ref_rejected,
-    beta=0.1,
-    *,
-    lengths=None,
-    label_smoothing=0.0,
-    divergence: str = "reverse_kl",
-    alpha: float = 0.5,
-) -> Array:
+    policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None,
+    label_smoothing=0.0, divergence="reverse_kl", alpha=0.5,
+) -> Array:  # fmt: skip
     """Returns `-log sigmoid(beta d)`, `[pairs]` (TRL's `sigmoid`).
 
     `label_smoothing=e`, the chance that a label is flipped, gives conservative DPO:
     `-(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d)`. `divergence` replaces u and v, see `divergence_scores`.
     Source: DPO, arXiv 2305.18290; cDPO, Mitchell (2023).
     """
-    del lengths
-    chosen, rejected = _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
-    return _smoothed(beta * (chosen - rejected), label_smoothing)
+    u, v = _log_ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
+    return _smoothed(beta * (u - v), label_smoothing)
 
 
 @declare(rows="pair", reference=True)
 def hinge(
-    policy_chosen,
-    policy_rejected,
-    ref_chosen,
-    ref_rejected,
-    beta=0.1,
-    *,
-    lengths=None,
-    divergence: str = "reverse_kl",
-    alpha: float = 0.5,
-) -> Array:
+    policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None,
+    divergence="reverse_kl", alpha=0.5,
+) -> Array:  # fmt: skip
     """Returns `max(0, 1 - beta d)`, `[pairs]`. Source: SLiC, arXiv 2305.10425, on DPO's scores as RSO, 2309.06657."""
-    del lengths
-    chosen, rejected = _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
-    return relu(1.0 - beta * (chosen - rejected))
+    u, v = _log_ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
+    return relu(1.0 - beta * (u - v))
 
 
 @declare(rows="pair", reference=True)
 def ipo(
-    policy_chosen,
-    policy_rejected,
-    ref_chosen,
-    ref_rejected,
-    beta=0.1,
-    *,
-    lengths=None,
-    normalize: bool = True,
-    divergence: str = "reverse_kl",
-    alpha: float = 0.5,
-) -> Array:
+    policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None,
+    normalize=True, divergence="reverse_kl", alpha=0.5,
+) -> Array:  # fmt: skip
     """Returns `(u / len_chosen - v / len_rejected - 1 / (2 beta))^2`, `[pairs]`.
 
     `normalize=False` keeps the sums, `(d - 1 / (2 beta))^2`, which is how the paper writes it; its authors averaged
     over tokens. Exponents of a divergence are bounded by 40, as scores are squared. Source: IPO, arXiv 2310.12036.
     """
-    chosen, rejected = _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha, 40.0)
+    u, v = _log_ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha, 40.0)
     if normalize:
-        chosen, rejected = _per_token(chosen, rejected, lengths, "ipo")
-    return jnp.square(chosen - rejected - 1.0 / (2.0 * beta))
+        u, v = _per_token(u, v, lengths)
+    return jnp.square(u - v - 1.0 / (2.0 * beta))
 
 
 @declare(rows="pair", reference=True)
 def sigmoid_norm(
-    policy_chosen,
-    policy_rejected,
-    ref_chosen,
-    ref_rejected,
-    beta=0.1,
-    *,
-    lengths=None,
-    label_smoothing=0.0,
-    divergence: str = "reverse_kl",
-    alpha: float = 0.5,
-) -> Array:
+    policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None,
+    label_smoothing=0.0, divergence="reverse_kl", alpha=0.5,
+) -> Array:  # fmt: skip
     """Returns `-log sigmoid(beta (u / len_chosen - v / len_rejected))`, `[pairs]`: length-normalised DPO.
 
     `label_smoothing` as `dpo`. Source: Tulu 3, arXiv 2411.15124.
     """
-    chosen, rejected = _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
-    chosen, rejected = _per_token(chosen, rejected, lengths, "sigmoid_norm")
-    return _smoothed(beta * (chosen - rejected), label_smoothing)
+    u, v = _log_ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
+    u, v = _per_token(u, v, lengths)
+    return _smoothed(beta * (u - v), label_smoothing)
 
 
 @declare(rows="pair", reference=True)
 def exo_pair(
-    policy_chosen,
-    policy_rejected,
-    ref_chosen,
-    ref_rejected,
-    beta=0.1,
-    *,
-    lengths=None,
-    label_smoothing=1e-3,
-    divergence: str = "reverse_kl",
-    alpha: float = 0.5,
-) -> Array:
+    policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None,
+    label_smoothing=1e-3, divergence="reverse_kl", alpha=0.5,
+) -> Array:  # fmt: skip
     """Returns the reverse KL from the policy's preference to the smoothed label, `[pairs]`.
 
     Formula, q = sigmoid(beta d), e = label_smoothing: `q (log q - log(1 - e)) + (1 - q) (log(1 - q) - log e)`. Raises
     ValueError unless 0 < label_smoothing < 1. Source: EXO, arXiv 2402.00856, eq. 16.
     """
-    del lengths
     if isinstance(label_smoothing, (int, float)) and not 0 < label_smoothing < 1:
         raise ValueError(f"exo_pair takes the log of label_smoothing, which must lie in (0, 1); got {label_smoothing}")
-    chosen, rejected = _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
-    logits = beta * (chosen - rejected)
+    u, v = _log_ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
+    logits = beta * (u - v)
     win = sigmoid(logits) * (log_sigmoid(logits) - jnp.log1p(-as_float(label_smoothing)))
     return win + sigmoid(-logits) * (log_sigmoid(-logits) - jnp.log(as_float(label_smoothing)))
 
 
 @declare(rows="pair", reference=True)
 def robust(
-    policy_chosen,
-    policy_rejected,
-    ref_chosen,
-    ref_rejected,
-    beta=0.1,
-    *,
-    lengths=None,
-    label_smoothing=0.0,
-    divergence: str = "reverse_kl",
-    alpha: float = 0.5,
-) -> Array:
+    policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None,
+    label_smoothing=0.0, divergence="reverse_kl", alpha=0.5,
+) -> Array:  # fmt: skip
     """Returns DPO's loss corrected for labels flipped with probability e = label_smoothing, unbiased, `[pairs]`.
 
     Formula: `(-(1 - e) log sigmoid(beta d) + e log sigmoid(-beta d)) / (1 - 2 e)`. Raises ValueError unless
     0 <= e < 0.5. Source: robust DPO, arXiv 2403.00409.
     """
-    del lengths
     if isinstance(label_smoothing, (int, float)) and not 0 <= label_smoothing < 0.5:
         raise ValueError(f"robust needs a label_smoothing (flip probability) in [0, 0.5); got {label_smoothing}")
-    chosen, rejected = _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
-    logits = beta * (chosen - rejected)
+    u, v = _log_ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
+    logits = beta * (u - v)
     kept, flipped = -(1.0 - label_smoothing) * log_sigmoid(logits), -label_smoothing * log_sigmoid(-logits)
     return (kept - flipped) / (1.0 - 2.0 * label_smoothing)
 
 
 @declare(rows="pair", reference=True)
 def discopop(
-    policy_chosen,
-    policy_rejected,
-    ref_chosen,
-    ref_rejected,
-    beta=0.1,
-    *,
-    lengths=None,
-    temperature=0.05,
-    divergence: str = "reverse_kl",
-    alpha: float = 0.5,
-) -> Array:
+    policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1, *, lengths=None,
+    temperature=0.05, divergence="reverse_kl", alpha=0.5,
+) -> Array:  # fmt: skip
     """Returns the log-ratio modulated loss `[pairs]`: a blend of the logistic and the exponential loss.
 
     Formula, m = sigmoid(beta d / temperature): `-(1 - m) log sigmoid(beta d) + m exp(-beta d)`. Raises ValueError
     unless temperature > 0. Source: DiscoPOP, arXiv 2406.08414, eq. 5.
     """
-    del lengths
     if isinstance(temperature, (int, float)) and temperature <= 0:
         raise ValueError(f"discopop divides by temperature, which must be above 0; got {temperature}")
-    chosen, rejected = _scores(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
-    logits = beta * (chosen - rejected)
+    u, v = _log_ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected, divergence, alpha)
+    logits = beta * (u - v)
     # In one exponential: far below 0 the second term is 0 times infinity otherwise.
     exponential = jnp.exp(log_sigmoid(logits / temperature) - logits)
     return -sigmoid(-logits / temperature) * log_sigmoid(logits) + exponential
@@ -247,9 +190,8 @@ def nca_pair(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1,
 
     Source: NCA, arXiv 2402.05369.
     """
-    del lengths
-    u, v = beta * _log_ratio(policy_chosen, ref_chosen), beta * _log_ratio(policy_rejected, ref_rejected)
-    return -log_sigmoid(u) - 0.5 * log_sigmoid(-u) - 0.5 * log_sigmoid(-v)
+    u, v = _log_ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
+    return -log_sigmoid(beta * u) - 0.5 * log_sigmoid(-beta * u) - 0.5 * log_sigmoid(-beta * v)
 
 
 @declare(rows="pair", reference=True, options={"running_mean": False})
@@ -261,9 +203,8 @@ def bco_pair(
     `reward_shift` is the running mean of all rewards beta u, beta v seen so far (`RunningMean`), as in the paper; 0
     leaves it out. Source: BCO, arXiv 2404.04656.
     """
-    del lengths
-    u, v = beta * _log_ratio(policy_chosen, ref_chosen), beta * _log_ratio(policy_rejected, ref_rejected)
-    return -log_sigmoid(u - reward_shift) - log_sigmoid(reward_shift - v)
+    u, v = _log_ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
+    return -log_sigmoid(beta * u - reward_shift) - log_sigmoid(reward_shift - beta * v)
 
 
 @declare(rows="pair", reference=True)
@@ -272,8 +213,7 @@ def sppo_hard(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1
 
     Source: SPPO, arXiv 2405.00675, eq. 4.7.
     """
-    del lengths
-    u, v = _log_ratio(policy_chosen, ref_chosen), _log_ratio(policy_rejected, ref_rejected)
+    u, v = _log_ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
     return jnp.square(u - 0.5 / beta) + jnp.square(v + 0.5 / beta)
 
 
@@ -287,12 +227,10 @@ def aot(
     given, then subtracted rank by rank, so the value depends on which pairs are given together.
     Source: AOT, arXiv 2406.05882.
     """
-    del lengths
-    policy_margin = jnp.sort(as_float(policy_chosen) - as_float(policy_rejected))
-    if ref_chosen is None:
-        return _smoothed(beta * policy_margin, label_smoothing)
-    ref_margin = jnp.sort(jax.lax.stop_gradient(as_float(ref_chosen) - as_float(ref_rejected)))
-    return _smoothed(beta * (policy_margin - ref_margin), label_smoothing)
+    margins = jnp.sort(as_float(policy_chosen) - as_float(policy_rejected))
+    if ref_chosen is not None:
+        margins -= jnp.sort(jax.lax.stop_gradient(as_float(ref_chosen) - as_float(ref_rejected)))
+    return _smoothed(beta * margins, label_smoothing)
 
 
 @declare(rows="pair", reference=True, compares_pairs=True)
@@ -303,8 +241,7 @@ def aot_unpaired(
 
     Source: AOT, arXiv 2406.05882.
     """
-    del lengths
-    u, v = _log_ratio(policy_chosen, ref_chosen), _log_ratio(policy_rejected, ref_rejected)
+    u, v = _log_ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
     return _smoothed(beta * (jnp.sort(u) - jnp.sort(v)), label_smoothing)
 
 
@@ -314,9 +251,8 @@ def apo_zero(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1,
 
     Source: APO, arXiv 2408.06266, eq. 7.
     """
-    del lengths
-    u, v = beta * _log_ratio(policy_chosen, ref_chosen), beta * _log_ratio(policy_rejected, ref_rejected)
-    return sigmoid(-u) + sigmoid(v)
+    u, v = _log_ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
+    return sigmoid(-beta * u) + sigmoid(beta * v)
 
 
 @declare(rows="pair", reference=True)
@@ -325,9 +261,8 @@ def apo_down(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1,
 
     Source: APO, arXiv 2408.06266, eq. 8.
     """
-    del lengths
-    u, v = beta * _log_ratio(policy_chosen, ref_chosen), beta * _log_ratio(policy_rejected, ref_rejected)
-    return sigmoid(u) + sigmoid(v - u)
+    u, v = _log_ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
+    return sigmoid(beta * u) + sigmoid(beta * v - beta * u)
 
 
 @declare(rows="pair", options={"nll_weight": 1.0})
@@ -339,30 +274,20 @@ def cpo(
     The paper adds the negative log-likelihood of the chosen completion; the caller adds it with weight `nll_weight`, 1
     by default as in TRL (`cpo_alpha`). `label_smoothing` as `dpo`. Source: CPO, arXiv 2401.08417.
     """
-    del ref_chosen, ref_rejected, lengths
     return _smoothed(beta * (as_float(policy_chosen) - as_float(policy_rejected)), label_smoothing)
 
 
 @declare(rows="pair", mean_logps=True, options={"nll_weight": 1.0})
 def simpo(
-    policy_chosen,
-    policy_rejected,
-    ref_chosen=None,
-    ref_rejected=None,
-    beta=2.0,
-    *,
-    lengths=None,
-    gamma=0.5,
-    label_smoothing=0.0,
-) -> Array:
+    policy_chosen, policy_rejected, ref_chosen=None, ref_rejected=None, beta=2.0, *, lengths=None,
+    gamma=0.5, label_smoothing=0.0,
+) -> Array:  # fmt: skip
     """Returns `-log sigmoid(beta (p_chosen - p_rejected) - gamma)`, p the mean log-prob per token, `[pairs]`.
 
     `gamma` is the target margin itself, not its ratio to beta; the default is TRL's, the paper has beta 2 to 2.5 and
-    gamma / beta near 0.5.
-    No reference is read. `label_smoothing` as `dpo`. Source: SimPO, arXiv 2405.14734.
+    gamma / beta near 0.5. No reference is read. `label_smoothing` as `dpo`. Source: SimPO, arXiv 2405.14734.
     """
-    del ref_chosen, ref_rejected
-    chosen, rejected = _per_token(policy_chosen, policy_rejected, lengths, "simpo")
+    chosen, rejected = _per_token(policy_chosen, policy_rejected, lengths)
     return _smoothed(beta * (chosen - rejected) - gamma, label_smoothing)
 
 
@@ -371,31 +296,21 @@ def alpha_reward(logps, alpha=0.25, **options) -> Array:
 
     Other options of `alphapo` are accepted and not read.
     """
-    del options
     logps = as_float(logps)
     return logps if alpha == 0 else -jnp.expm1(-alpha * logps) / alpha
 
 
 @declare(rows="pair", mean_logps=True, options={"nll_weight": 0.0}, reward=alpha_reward)
 def alphapo(
-    policy_chosen,
-    policy_rejected,
-    ref_chosen=None,
-    ref_rejected=None,
-    beta=2.0,
-    *,
-    lengths=None,
-    gamma=0.5,
-    alpha: float = 0.25,
-    label_smoothing=0.0,
-) -> Array:
+    policy_chosen, policy_rejected, ref_chosen=None, ref_rejected=None, beta=2.0, *, lengths=None,
+    gamma=0.5, alpha=0.25, label_smoothing=0.0,
+) -> Array:  # fmt: skip
     """Returns `-log sigmoid(beta (r_chosen - r_rejected) - gamma)` with `r = (1 - p^-alpha) / alpha`, `[pairs]`.
 
     p is the geometric mean probability per token; alpha -> 0 is SimPO. No reference is read. `gamma` and
     `label_smoothing` as `simpo`. Source: AlphaPO, arXiv 2501.03884.
     """
-    del ref_chosen, ref_rejected
-    chosen, rejected = _per_token(policy_chosen, policy_rejected, lengths, "alphapo")
+    chosen, rejected = _per_token(policy_chosen, policy_rejected, lengths)
     difference = alpha_reward(chosen, alpha) - alpha_reward(rejected, alpha)
     return _smoothed(beta * difference - gamma, label_smoothing)
 
@@ -409,36 +324,27 @@ def tpo(
     TPO's loss is this plus the negative log-likelihood of a gold completion of the same prompt, which the caller adds
     with weight `nll_weight` (TRL's `tpo_alpha`). `label_smoothing` as `dpo`. Source: TPO, arXiv 2405.16681.
     """
-    del ref_chosen, ref_rejected, lengths
     return cpo(policy_chosen, policy_rejected, beta=beta, label_smoothing=label_smoothing)
 
 
 @declare(rows="triple", mean_logps=True, options={"nll_weight": 1.0})
 def tpo_l(
-    policy_chosen,
-    policy_rejected,
-    ref_chosen=None,
-    ref_rejected=None,
-    beta=0.01,
-    *,
-    lengths=None,
-    gamma=0.5,
-    label_smoothing=0.0,
-) -> Array:
+    policy_chosen, policy_rejected, ref_chosen=None, ref_rejected=None, beta=0.01, *, lengths=None,
+    gamma=0.5, label_smoothing=0.0,
+) -> Array:  # fmt: skip
     """Returns `-log sigmoid(beta (p_chosen - p_rejected) - gamma)`, p the mean log-prob per token, `[pairs]`.
 
     TPO-L, SimPO's loss beside the likelihood term of `tpo`; `gamma` is the target margin itself, TRL's `tpo_l_gamma`.
     No reference is read. `label_smoothing` as `dpo`. Source: TPO, arXiv 2405.16681.
     """
-    del ref_chosen, ref_rejected
-    chosen, rejected = _per_token(policy_chosen, policy_rejected, lengths, "tpo_l")
-    return _smoothed(beta * (chosen - rejected) - gamma, label_smoothing)
+    return simpo(
+        policy_chosen, policy_rejected, beta=beta, lengths=lengths, gamma=gamma, label_smoothing=label_smoothing
+    )
 
 
 @declare(rows="pair", reference=None, options={"nll_weight": 1.0})
 def sft(policy_chosen, policy_rejected, ref_chosen=None, ref_rejected=None, beta=0.1, *, lengths=None) -> Array:
     """Returns 0 for each pair: `sft` is the negative log-likelihood that the caller adds, and nothing else."""
-    del policy_rejected, ref_chosen, ref_rejected, beta, lengths
     return jnp.zeros(jnp.shape(policy_chosen))
 
 
@@ -448,7 +354,6 @@ def gold_sft(policy_chosen, policy_rejected, ref_chosen=None, ref_rejected=None,
 
     Beside another loss, `hinge+gold_sft`, it makes TPO of that, arXiv 2405.16681.
     """
-    del ref_chosen, ref_rejected, beta, lengths
     return sft(policy_chosen, policy_rejected)
 
 
@@ -464,7 +369,7 @@ def log_odds_ratio(policy_chosen, policy_rejected, lengths) -> Array:
 
     Finite also where a completion is so certain that its log-prob is rounded to 0: 1 - e^a is at least 2^-24.
     """
-    chosen, rejected = _per_token(policy_chosen, policy_rejected, lengths, "orpo")
+    chosen, rejected = _per_token(policy_chosen, policy_rejected, lengths)
     odds = [log1mexp(jnp.minimum(x, -(2.0**-24))) for x in (chosen, rejected)]
     return (chosen - rejected) - (odds[0] - odds[1])
 
@@ -479,7 +384,6 @@ def orpo(
     `nll_on_prompt`: of its prompt too, as in TRL); beta is the paper's lambda. No reference is read.
     Source: ORPO, arXiv 2403.07691.
     """
-    del ref_chosen, ref_rejected
     odds = log_odds_ratio(policy_chosen, policy_rejected, lengths)
     return -beta * log_sigmoid(odds), {"log_odds_chosen": Metric(odds), "log_odds_ratio": Metric(log_sigmoid(odds))}
 
@@ -530,7 +434,6 @@ def apo_zero_unpaired(policy, ref, labels, beta=0.1, *, kl=None, desirable_weigh
     Formula: `w (1 - sigmoid(beta u))` for desirable and `w sigmoid(beta u)` for other rows. Source: APO, arXiv
     2408.06266.
     """
-    del kl
     return kto(
         policy, ref, labels, beta, kl=0.0, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight
     )

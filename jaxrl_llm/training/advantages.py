@@ -75,10 +75,10 @@ class AdvantageSpec:
     missing_eos_penalty: float
     filter_zero_advantages: bool
     has_critic: bool
-    teacher_coef: float = 1.0
-    position_gamma: float = 0.0  # of the weights of the teacher's term by position; 0: none
-    teacher_limit: float | None = None  # of the teacher's term, in nats
-    of_environments: tuple[tuple[str, str], ...] = ()  # an environment and its rule, in place of `advantage`
+    teacher_coef: float
+    position_gamma: float  # of the weights of the teacher's term by position; 0: none
+    teacher_limit: float | None  # of the teacher's term, in nats
+    of_environments: tuple[tuple[str, str], ...]  # an environment and its rule, in place of `advantage`
 
 
 class Advantages(NamedTuple):
@@ -230,6 +230,12 @@ class AdvantageStep:
             "finished": rollout.finished,
             "group_size": spec.group_size,
             "scale": spec.scale_rewards,
+            "values": values,
+            "logit_norms": logit_norms,
+            "reference_scores": reference_scores,
+            "parts": parts,
+            "roles": roles,
+            "baselines": baselines,
         }
         if turns is not None:
             # An environment gave these rewards, so they count as what it gave in all, the reward `environment`, does.
@@ -238,11 +244,7 @@ class AdvantageStep:
             inputs["turns"] = turns = turn_rules.with_outcome(turns, inputs["scores"], weight)
             metrics["turns/reward"] = mean_metric(turns.rewards, ~jnp.isnan(turns.rewards))
             metrics["turns/shared_states"] = turn_rules.shared_states(turns, spec.group_size)
-        inputs |= {"values": values, "parts": parts, "roles": roles, "baselines": baselines}
-        if logit_norms is not None:
-            inputs["logit_norms"] = logit_norms
         if reference_scores is not None:
-            inputs["reference_scores"] = reference_scores
             metrics["reward_reference"] = mean_metric(reference_scores, ~jnp.isnan(reference_scores))
         if greedy_rewards is not None:
             greedy = advantage_rules.combine_rewards(greedy_rewards, weights)

@@ -24,12 +24,12 @@ from jaxrl_llm.training.update import State
 class ReferenceSpec:
     """The settings of a reference policy."""
 
-    adapters: str = "base"  # lora.reference: base (none), start (those of the start) or copy (merged)
-    offload_reference: bool = False  # keep a copy in the host's memory
-    ref_sync_steps: int = 0  # steps between moves towards the policy; 0 is never
-    ref_mixup_alpha: float = 1.0  # share of the policy in the moved reference
-    seed: int = 0
-    ref_sync_after: int = 0  # steps before which it does not move, and from which moves are counted
+    adapters: str  # lora.reference: base (none), start (those of the start) or copy (merged)
+    offload_reference: bool  # keep a copy in the host's memory
+    ref_sync_steps: int  # steps between moves towards the policy; 0 is never
+    ref_mixup_alpha: float  # share of the policy in the moved reference
+    ref_sync_after: int  # steps before which it does not move, and from which moves are counted
+    seed: int
 
 
 @dataclasses.dataclass

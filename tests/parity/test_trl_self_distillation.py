@@ -159,8 +159,10 @@ def test_the_loss_of_whole_distributions(beta, off_policy):
     trainer = trainer_of(SDPOConfig, [], distillation_mode="full_logits", distillation_alpha=beta)
     trainer.accelerator.gather = lambda x: x.detach()
     old = jnp.asarray(token_logps(OLD)) if off_policy else None
-    batch = weigh(Batch(Inputs(SAMPLED), jnp.asarray(MASK), old_logps=old, taught=jnp.asarray(TAUGHT)), "sequence")
-    spec = DivergenceSpec(1.0, beta, 1.0, trainer.args.distillation_is_clip)
+    batch = Batch(Inputs(SAMPLED), jnp.asarray(MASK), old_logps=old, taught=jnp.asarray(TAUGHT))
+    batch = weigh(batch, loss_weights(batch.mask, "sequence"))
+    bound = trainer.args.distillation_is_clip
+    spec = DivergenceSpec(1.0, beta, 1.0, bound, top_k=0, tail=True, least=None, limit=None)
 
     def ours(logits):
         own = jax.nn.log_softmax(logits)

@@ -107,7 +107,7 @@ def test_the_reference_follows_the_average():
     """From step 3 on every second step, whatever the policy is then."""
     average = Average(dataclasses.replace(SPEC, every=1), None, ())
     average.begin({"w": jnp.zeros(3)})
-    spec = ReferenceSpec(ref_sync_steps=2, ref_mixup_alpha=1.0, ref_sync_after=3)
+    spec = ReferenceSpec("base", False, ref_sync_steps=2, ref_mixup_alpha=1.0, ref_sync_after=3, seed=0)
     reference = Reference({"w": jnp.full(3, -1.0)}, spec, average=average)
     seen, expected = [], []
     for step, value in enumerate([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], start=1):
@@ -150,7 +150,7 @@ def test_ten_steps_are_those_of_trl(settings):
     spec = dataclasses.replace(SPEC, **{"every": 400} | {names.get(key, key): x for key, x in settings.items()})
     average = Average(spec, None, ())
     average.begin(params())
-    follows = ReferenceSpec(ref_sync_steps=4, ref_sync_after=2, ref_mixup_alpha=1.0)
+    follows = ReferenceSpec("base", False, ref_sync_steps=4, ref_mixup_alpha=1.0, ref_sync_after=2, seed=0)
     reference = Reference(params(), follows, average=average)
     callback.on_train_begin(None, None, None, model)
     moved = False

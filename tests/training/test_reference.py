@@ -27,6 +27,7 @@ from jaxrl_llm.training.setup.specs import controllers_of, reference_spec
 from jaxrl_llm.training.update import State
 
 MESH = make_mesh(devices=jax.devices()[:1])
+FIXED = ReferenceSpec("base", False, ref_sync_steps=0, ref_mixup_alpha=1.0, ref_sync_after=0, seed=0)
 
 
 def batch_of(numbers) -> Batch:
@@ -92,7 +93,7 @@ def state_at(step: int, value: float) -> State:
 
 
 def test_reference_follows_the_policy():
-    reference = Reference({"w": jnp.zeros(3)}, ReferenceSpec(ref_sync_steps=2, ref_mixup_alpha=0.6))
+    reference = Reference({"w": jnp.zeros(3)}, dataclasses.replace(FIXED, ref_sync_steps=2, ref_mixup_alpha=0.6))
     seen = []
     for step, value in enumerate([9.0, 9.0, 1.0, 9.0, 2.0]):
         reference.sync(state_at(step, value))
@@ -116,7 +117,7 @@ def test_a_reference_in_16_bits_follows_a_small_share():
         return reference
 
     def started(seed=3):
-        spec = ReferenceSpec(ref_sync_steps=1, ref_mixup_alpha=0.05, seed=seed)
+        spec = dataclasses.replace(FIXED, ref_sync_steps=1, ref_mixup_alpha=0.05, seed=seed)
         return Reference({"w": jnp.asarray(start, jnp.bfloat16)}, spec)
 
     before = distance(started())
@@ -132,7 +133,7 @@ def test_a_reference_in_16_bits_follows_a_small_share():
 
 def test_fixed_reference_is_not_saved():
     params = {"w": jnp.zeros(3)}
-    reference = Reference(params, ReferenceSpec())
+    reference = Reference(params, FIXED)
     reference.sync(state_at(512, 1.0))
     assert reference.params is params
     assert reference.arrays() == {}
@@ -140,10 +141,10 @@ def test_fixed_reference_is_not_saved():
 
 def test_a_reference_that_moves_no_more_stays_where_it_was():
     """A run that goes on with ref_sync_steps = 0 compares with what the reference had become, and saves that."""
-    moved = Reference({"w": jnp.zeros(3)}, ReferenceSpec(ref_sync_steps=1))
+    moved = Reference({"w": jnp.zeros(3)}, dataclasses.replace(FIXED, ref_sync_steps=1))
     moved.sync(state_at(1, 5.0))
     for _ in range(2):
-        fixed = Reference({"w": jnp.zeros(3)}, ReferenceSpec())
+        fixed = Reference({"w": jnp.zeros(3)}, FIXED)
         assert fixed.tree().keys() == moved.arrays().keys()  # what is asked of a checkpoint
         fixed.restore(moved.arrays())
         fixed.sync(state_at(2, 9.0))

@@ -6,13 +6,19 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.aggregation import loss_weights
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.losses import Metric, Metrics
 from jaxrl_llm.models.chunked_divergences import AlignedDistributions, Distributions, TopTokens, UldOptions
 from jaxrl_llm.models.logprobs import AlignedTeacher, TeacherRows, TokenStatistics, token_statistics
 from jaxrl_llm.models.net import Net, Params
-from jaxrl_llm.training.objectives.objective import Objective, encoder_of, share_of, token_metrics, weigh
+from jaxrl_llm.training.objectives.objective import (
+    Aggregation,
+    Objective,
+    encoder_of,
+    share_of,
+    token_metrics,
+    weigh,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +28,11 @@ class DivergenceSpec:
     coef: float
     beta: float  # 0 KL(teacher || policy), 1 KL(policy || teacher), between them the generalised JSD
     temperature: float
-    importance_max: float | None = None  # of the weight of a token, its ratio with the old policy; None: no weight
-    top_k: int = 0  # of the policy's likeliest tokens, which alone are read; 0: all, or the teacher's
-    tail: bool = True  # where likeliest tokens are read, one entry is for all others
-    least: float | None = None  # log-prob that those count as at least
-    limit: float | None = None  # of a token's divergence: one that is larger has no gradient
+    importance_max: float | None  # of the weight of a token, its ratio with the old policy; None: no weight
+    top_k: int  # of the policy's likeliest tokens, which alone are read; 0: all, or the teacher's
+    tail: bool  # where likeliest tokens are read, one entry is for all others
+    least: float | None  # log-prob that those count as at least
+    limit: float | None  # of a token's divergence: one that is larger has no gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +41,7 @@ class UldSpec:
 
     coef: float
     options: UldOptions
-    nll_coef: float = 0.0  # of the cross-entropy of the tokens themselves, where the loss has nothing else
+    nll_coef: float  # of the cross-entropy of the tokens themselves, where the loss has nothing else
 
 
 def teacher_of(spec: DivergenceSpec | UldSpec | None, batch: Batch) -> TeacherRows | AlignedTeacher | None:
@@ -77,11 +83,11 @@ def teacher_term(spec: DivergenceSpec, tokens: TokenStatistics, batch: Batch) ->
     return term, metric
 
 
-def weigh_spans(batch: Batch, mode: str, **options) -> Batch:
-    """The batch with the weights of an aggregation mode, of the spans of text in the mask in place of its tokens."""
+def weigh_spans(batch: Batch, aggregation: Aggregation) -> Batch:
+    """The batch with the weights of the spans of text in the mask, which are aggregated as tokens are."""
     assert batch.teacher_ends is not None
     last = (batch.teacher_ends == jnp.arange(batch.mask.shape[1])) & (batch.mask > 0)
-    return batch.prepare(span_weights=loss_weights(last, mode, **options), span_share=share_of(last))
+    return batch.prepare(span_weights=aggregation.weights(last, batch), span_share=share_of(last))
 
 
 def span_term(spec: UldSpec, tokens: TokenStatistics, batch: Batch) -> tuple[jax.Array, Metric]:
@@ -91,15 +97,7 @@ def span_term(spec: UldSpec, tokens: TokenStatistics, batch: Batch) -> tuple[jax
     return total, Metric(batch.prepared.span_share * tokens.divergence, "sum")
 
 
-def distillation(
-    spec: DivergenceSpec | UldSpec,
-    aggregation: str,
-    max_completion_length: int,
-    group_size: int,
-    microbatch_rows: int,
-    temperature: float,
-    net: Net,
-) -> Objective:
+def distillation(spec: DivergenceSpec | UldSpec, aggregation: Aggregation, temperature: float, net: Net) -> Objective:
     """`coef * divergence` of the tokens in the mask, and nothing else (GKD, arXiv 2306.13649).
 
     From a teacher with another tokenizer, `coef * distance` of the spans of text in the mask, and `nll_coef` times the
@@ -108,15 +106,9 @@ def distillation(
     """
 
     def prepare(batch: Batch) -> Batch:
-        rows = microbatch_rows or batch.rows
-        options = {
-            "max_completion_length": max_completion_length,
-            "group_size": group_size,
-            "microbatch_rows": rows,
-        }
         if isinstance(spec, UldSpec):
-            batch = weigh_spans(batch, aggregation, **options)
-        return weigh(batch, aggregation, **options, token_count=batch.scalars.token_count)
+            batch = weigh_spans(batch, aggregation)
+        return weigh(batch, aggregation.weights(batch.mask, batch))
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         teacher, measured = teacher_of(spec, batch), isinstance(spec, DivergenceSpec)

@@ -1,5 +1,6 @@
 """`Objective`: two or three pure functions that an update minimises."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,23 +46,54 @@ def encoder_of(net: Net) -> Callable[[Params, Images], jax.Array]:
     return lambda params, images: net.bind(params).image_features(images)
 
 
-def weigh(batch: Batch, mode: str, **options) -> Batch:
-    """The batch with the weights of an aggregation mode (`loss_weights`), and each token's share in means."""
+@dataclasses.dataclass(frozen=True)
+class Aggregation:
+    """How the losses of tokens become one number: the mode `algorithm.aggregation`, and the settings that some read."""
+
+    mode: str
+    max_completion_length: int
+    group_size: int
+    microbatch_rows: int  # 0: all rows are one micro-batch
+
+    def weights(self, mask, batch: Batch) -> jax.Array:
+        """The `loss_weights` `[N,T]` of the tokens in a mask of the batch."""
+        return loss_weights(
+            mask,
+            self.mode,
+            max_completion_length=self.max_completion_length,
+            group_size=self.group_size,
+            microbatch_rows=self.microbatch_rows or batch.rows,
+            token_count=batch.scalars.token_count,
+        )
+
+
+def weigh(batch: Batch, weights) -> Batch:
+    """The batch with aggregation weights `[N,T]` of its tokens, and each token's share in means."""
     if batch.observed is not None:
         batch = batch.prepare(observed_share=share_of(batch.observed))
     if batch.positive is not None:
         batch = batch.prepare(positive_share=share_of(batch.mask * batch.positive[:, None]))
     if batch.taught is not None:
         batch = batch.prepare(taught_share=share_of(batch.mask * batch.taught[:, None]))
-    return batch.prepare(weights=loss_weights(batch.mask, mode, **options), token_share=share_of(batch.mask))
+    return batch.prepare(weights=weights, token_share=share_of(batch.mask))
 
 
 def share_of(mask) -> jax.Array:
-    """The share `[N,T]` of each token in a mean over the mask: NaN where that is empty, for there is no such mean.
+    """The share of each token `[N,T]`, row or pair in a mean over the mask: NaN where that is empty, for there is no
+    such mean.
 
     A loss, to which no token adds nothing, reads it through `counted`.
     """
-    return mask / jnp.where(mask.any(), mask.sum(), jnp.nan)
+    # Not divided by NaN: XLA takes booleans over a number for 0 where they are false.
+    return jnp.where(mask.any(), mask / jnp.maximum(mask.sum(), 1), jnp.nan)
+
+
+def side_shares(mask, first, second) -> jax.Array:
+    """The shares `[...,2]` in a mean over either side of a mask, such as chosen and rejected, NaN where that is empty.
+
+    `first` and `second` are true on the sides, and broadcast to the mask.
+    """
+    return jnp.stack([share_of(mask * first), share_of(mask * second)], axis=-1)
 
 
 def row_share(mask) -> jax.Array:
@@ -76,15 +108,18 @@ def counted(share, mask) -> jax.Array:
 
 
 def token_metrics(metrics: Metrics, batch: Batch) -> Metrics:
-    """The metrics `[N,T]` or `[N]` of a prepared micro-batch as scalars: its share of a mean, or its extreme."""
+    """The metrics `[N,T]`, `[N]` or `[]` of a prepared micro-batch as scalars: its share of a mean, its sum, or its
+    extreme over the mask. A row's number stands on each of its tokens."""
 
     def scalar(metric: Metric) -> Metric:
-        x = metric.value
+        x = metric.value[:, None] if jnp.ndim(metric.value) == 1 else metric.value
         if metric.reduce == "mean":
             return Metric((batch.prepared.token_share * x).sum(), "sum")
-        if metric.reduce == "row_mean":  # a row's number stands on each of its tokens
+        if metric.reduce == "row_mean":
             share = batch.prepared.row_weights / jnp.maximum(batch.mask.sum(axis=1), 1.0)
             return Metric((batch.mask * share[:, None] * x).sum(), "sum")
+        if metric.reduce != "sum":
+            x = jnp.where(batch.mask > 0, x, NEUTRAL[metric.reduce])
         return Metric(REDUCE[metric.reduce](x), metric.reduce)
 
     return {name: scalar(metric) for name, metric in metrics.items()}

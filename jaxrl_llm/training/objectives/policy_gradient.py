@@ -11,12 +11,19 @@ from jax.extend.core import Literal
 
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.kl import kl_estimate
-from jaxrl_llm.algorithms.losses import Metric, Metrics, bounded_ratio, log_ratio_at, with_metrics
+from jaxrl_llm.algorithms.losses import (
+    Metric,
+    Metrics,
+    bounded_log_ratio,
+    bounded_ratio,
+    log_ratio_at,
+    with_metrics,
+)
 from jaxrl_llm.algorithms.off_policy import (
-    LARGEST_LOG_RATIO,
     Criterion,
     importance_correction,
     interpolated_logps,
+    masked_log_ratio,
     mean_weight,
     mismatch_kl,
     off_policy_sequence_mask,
@@ -36,6 +43,7 @@ from jaxrl_llm.training.objectives.distillation import (
     weigh_spans,
 )
 from jaxrl_llm.training.objectives.objective import (
+    Aggregation,
     Objective,
     checked_loss,
     counted,
@@ -63,7 +71,7 @@ class PolicySpec:
     """Settings of the objective, from `algorithm`, `rollout` and `batch`, under the same names."""
 
     loss: PolicyLoss
-    aggregation: str
+    aggregation: Aggregation
     epsilon_low: float
     epsilon_high: float
     beta: float
@@ -82,11 +90,8 @@ class PolicySpec:
     old_logps_of_another: bool  # the sampler's or the reference's: samples are weighed by the policy as it is
     off_policy_mask_threshold: float | None
     temperature: float
-    max_completion_length: int
-    group_size: int
-    microbatch_rows: int
-    divergence: DivergenceSpec | UldSpec | None = None  # from the teacher, where it is in the loss
-    kl_weights: bool = False  # rows have weights of the KL term of their own, `batch.kl_weight`
+    divergence: DivergenceSpec | UldSpec | None  # from the teacher, where it is in the loss
+    kl_weights: bool  # rows have weights of the KL term of their own, `batch.kl_weight`
 
 
 def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
@@ -133,16 +138,9 @@ def policy_gradient(spec: PolicySpec, net: Net) -> Objective:
             mean = mean_weight(weights, batch.mask, spec.importance_correction)
             batch = batch.prepare(weight_scale=jnp.full(batch.rows, 1.0 / mean))
         batch = batch.prepare(row_weights=jnp.full(batch.rows, 1.0 / batch.rows))
-        rows = spec.microbatch_rows or batch.rows
-        options = {
-            "max_completion_length": spec.max_completion_length,
-            "group_size": spec.group_size,
-            "microbatch_rows": rows,
-        }
-        batch = weigh(batch, spec.aggregation, **options, token_count=batch.scalars.token_count)
         if isinstance(spec.divergence, UldSpec):
-            batch = weigh_spans(batch, spec.aggregation, **options)
-        return batch.prepare(weights=_weighed(batch.prepared.weights, batch))
+            batch = weigh_spans(batch, spec.aggregation)
+        return weigh(batch, _weighed(spec.aggregation.weights(batch.mask, batch), batch))
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         slopes, reference = known_slopes(spec, batch) if ratio_alone else None, reference_of(batch)
@@ -351,19 +349,15 @@ def sampler_metrics(spec: PolicySpec, trainer_logps, batch: Batch) -> Metrics:
     with a correction or a rejection there are more: KL by its direct estimate, chi-squared divergences of tokens and of
     rows, and of the weights that count their mean, their square, and the share of ratios outside the bounds.
     """
-    live, share = batch.mask > 0, batch.prepared.token_share
-    difference = jnp.where(live, jnp.abs(trainer_logps - batch.sample_logps), 0.0)
+    change = masked_log_ratio(trainer_logps, batch.sample_logps, batch.mask)
     mode = spec.importance_correction
     level = "token" if mode == "none" else mode.split("_")[0]
     _, ratio = importance_correction(trainer_logps, batch.sample_logps, batch.mask, f"{level}_truncate")
     # The mean over this micro-batch's tokens, times the share that they have in the optimizer batch.
-    drift = mismatch_kl(trainer_logps, batch.sample_logps, batch.mask) * share.sum()
+    drift = mismatch_kl(trainer_logps, batch.sample_logps, batch.mask) * batch.prepared.token_share.sum()
     metrics = {}
     if mode != "none" or spec.rejection:
-        change = trainer_logps - batch.sample_logps
-        change = jnp.where(live & ~jnp.isnan(change), change, 0.0)
-        of_tokens = jnp.clip(change, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-        of_rows = jnp.clip(change.sum(axis=1), -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+        of_tokens, of_rows = bounded_log_ratio(change), bounded_log_ratio(change.sum(axis=1))
         metrics |= {
             "rollout_corr/k1_kl": Metric(-change),
             "rollout_corr/chi2_token": Metric(jnp.expm1(2.0 * of_tokens)),
@@ -379,10 +373,10 @@ def sampler_metrics(spec: PolicySpec, trainer_logps, batch: Batch) -> Metrics:
             "rollout_corr/fraction_low": Metric((raw < low).astype(raw.dtype)),
         }
     return metrics | {
-        "sampling/sampling_logp_difference/mean": Metric(difference),
-        "sampling/sampling_logp_difference/max": Metric(jnp.where(live, difference, -jnp.inf), "max"),
+        "sampling/sampling_logp_difference/mean": Metric(jnp.abs(change)),
+        "sampling/sampling_logp_difference/max": Metric(jnp.abs(change), "max"),
         "sampling/importance_sampling_ratio/mean": Metric(ratio),
-        "sampling/importance_sampling_ratio/min": Metric(jnp.where(live, ratio, jnp.inf), "min"),
-        "sampling/importance_sampling_ratio/max": Metric(jnp.where(live, ratio, -jnp.inf), "max"),
+        "sampling/importance_sampling_ratio/min": Metric(ratio, "min"),
+        "sampling/importance_sampling_ratio/max": Metric(ratio, "max"),
         "rollout_corr/kl": Metric(drift, "sum"),
     }

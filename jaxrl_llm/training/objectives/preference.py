@@ -25,7 +25,9 @@ from jaxrl_llm.training.objectives.objective import (
     checked_loss,
     encoder_of,
     row_metrics,
+    row_share,
     share_of,
+    side_shares,
     weighted,
 )
 
@@ -94,7 +96,7 @@ def preference(spec: PreferenceSpec, net: Net) -> Objective:
 def _of_pairs(spec: PreferenceSpec, net: Net) -> Objective:
     together = spec.together
     sorting = [loss for loss in spec.losses if loss.compares_pairs]
-    separate = [loss for loss in spec.losses if not loss.compares_pairs]
+    others = [loss for loss in spec.losses if not loss.compares_pairs]
     nll_weight = sum(loss.weight * (loss.nll_weight or 0.0) for loss in spec.losses)
     if sorting and spec.use_weighting:
         raise ConfigError(
@@ -107,14 +109,12 @@ def _of_pairs(spec: PreferenceSpec, net: Net) -> Objective:
 
     def prepare(batch: Batch, observed=None) -> Batch:
         valid = (batch.mask > 0).any(axis=1).reshape(-1, together).all(axis=1)
-        chosen, rejected = (_is_on_side(spec, batch, side) for side in (0, 1))
-        # NaN where there are no pairs: there are no such means, and curves have a gap.
-        share = jnp.where(valid.any(), valid / jnp.maximum(valid.sum(), 1), jnp.nan)
+        sides = (_is_on_side(spec, batch, side)[:, None] for side in (0, 1))
         return batch.prepare(
             weights=_nll_weights(spec, batch),
-            row_weights=jnp.repeat(share, together),
+            row_weights=jnp.repeat(share_of(valid), together),
             token_share=share_of(batch.mask),
-            side_tokens=_side_tokens(batch.mask, chosen, rejected),
+            side_share=side_shares(batch.mask, *sides),
             tangent=None if observed is None else _tangent(spec, sorting, observed, batch, valid),
         )
 
@@ -123,21 +123,19 @@ def _of_pairs(spec: PreferenceSpec, net: Net) -> Objective:
         sums, lengths = sequence_logps(tokens.logps, batch.mask, spec.ld_alpha, together)
         pairs, lengths = split_pairs(sums, together), split_pairs(lengths, together)
         share = split_pairs(batch.prepared.row_weights, together)[0]
-        gap = 0.0 * share.sum()
         reference = _reference(spec, batch)
-        per_pair, metrics = _pair_losses(spec, separate, pairs, reference, lengths, batch.scalars.reward_shift)
+        per_pair, metrics = _pair_losses(spec, others, pairs, reference, lengths, batch.scalars.reward_shift)
         per_token = -batch.prepared.weights * tokens.logps
         metrics = row_metrics(metrics | _reward_metrics(spec, pairs, reference, lengths), share)
-        chosen, rejected = (_is_on_side(spec, batch, side) for side in (0, 1))
-        of_chosen = _side_share(batch, chosen)
-        of_tokens = {"mean_token_accuracy": of_chosen * tokens.is_top}
+        metrics |= _token_metrics(batch, tokens)
+        of_chosen = batch.prepared.side_share[..., 0]
+        metrics["mean_token_accuracy"] = Metric((of_chosen * tokens.is_top).sum(), "sum")
         if nll_weight:
-            of_tokens["nll_loss"] = per_token / nll_weight
+            metrics["nll_loss"] = Metric((per_token / nll_weight).sum(), "sum")
         elif spec.losses[0].nll_weight is not None:
-            of_tokens["nll_loss"] = -of_chosen * tokens.logps
-        metrics |= _token_metrics(batch, chosen, rejected, tokens)
-        metrics |= {name: Metric(x.sum(), "sum") for name, x in of_tokens.items()}
-        metrics = {name: Metric(x.value + gap, x.reduce) for name, x in metrics.items()}
+            metrics["nll_loss"] = Metric(-(of_chosen * tokens.logps).sum(), "sum")
+        # NaN where there are no pairs: there are no such means, and curves have a gap.
+        metrics = {name: Metric(x.value + 0.0 * share.sum(), x.reduce) for name, x in metrics.items()}
         if spec.use_weighting:
             pair_weights = wpo_weights(tokens.logps, tokens.log_sum_squares, batch.mask, together)
             per_pair, per_token = per_pair * pair_weights, per_token * jnp.repeat(pair_weights, together)[:, None]
@@ -246,30 +244,20 @@ def _reward_metrics(spec: PreferenceSpec, policy, reference, lengths) -> Metrics
     return {name: Metric(value) for name, value in values.items()}
 
 
-def _side_tokens(mask, chosen, rejected) -> jax.Array:
-    """The tokens `[N]` of all rows that are on the same side, chosen or rejected, as each row; 0 for gold rows."""
-    lengths = mask.sum(axis=1)
-    return chosen * (lengths * chosen).sum() + rejected * (lengths * rejected).sum()
-
-
-def _side_share(batch: Batch, side) -> jax.Array:
-    """Each token's share `[N,T]` in a mean over the tokens of the rows on one side, in the whole optimizer batch."""
-    return batch.mask * (side / jnp.maximum(batch.prepared.side_tokens, 1.0))[:, None]
-
-
-def _token_metrics(batch: Batch, chosen, rejected, tokens: TokenStatistics) -> Metrics:
+def _token_metrics(batch: Batch, tokens: TokenStatistics) -> Metrics:
     """The mean entropy of all tokens, and the mean logit over vocabulary and tokens of either side."""
     assert tokens.mean_logit is not None
+    of_chosen, of_rejected = jnp.moveaxis(batch.prepared.side_share, -1, 0)
     values = {
         "entropy": batch.prepared.token_share * tokens.entropy,
-        "logits/chosen": _side_share(batch, chosen) * tokens.mean_logit,
-        "logits/rejected": _side_share(batch, rejected) * tokens.mean_logit,
+        "logits/chosen": of_chosen * tokens.mean_logit,
+        "logits/rejected": of_rejected * tokens.mean_logit,
     }
     return {name: Metric(value.sum(), "sum") for name, value in values.items()}
 
 
 def _of_labels(spec: PreferenceSpec, net: Net) -> Objective:
-    (chosen,) = spec.losses
+    (given,) = spec.losses
     mismatched = spec.rows == "label_and_mismatch"
 
     def observe(params: Params, batch: Batch) -> jax.Array:
@@ -279,14 +267,18 @@ def _of_labels(spec: PreferenceSpec, net: Net) -> Objective:
     def prepare(batch: Batch, observed=None) -> Batch:
         rows = _every_other(batch, 0) if mismatched else batch
         valid, desirable = (rows.mask > 0).any(axis=1), rows.labels > 0
-        alike = jnp.where(desirable, (valid & desirable).sum(), (valid & ~desirable).sum())
-        arrays = {"row_weights": valid / jnp.maximum(valid.sum(), 1), "row_share": valid / jnp.maximum(alike, 1)}
-        arrays["side_tokens"] = _side_tokens(rows.mask, desirable, ~desirable)
+        arrays = {
+            "row_weights": row_share(rows.mask),
+            "row_side_share": side_shares(valid, desirable, ~desirable),
+            "token_share": share_of(rows.mask),
+            "side_share": side_shares(rows.mask, desirable[:, None], ~desirable[:, None]),
+        }
         if observed is not None:
-            reference = _sums(_every_other(batch, 1), jnp.zeros(observed.shape))
-            arrays["baseline"] = jnp.full(observed.shape, preference_losses.kto_kl(observed, reference, valid))
-            arrays = {name: jnp.repeat(array, 2) for name, array in arrays.items()}
-        return batch.prepare(token_share=batch.mask / jnp.maximum(rows.mask.sum(), 1.0), **arrays)
+            reference = _reference_sums(_every_other(batch, 1))
+            baseline = preference_losses.kto_kl(observed, 0.0 if reference is None else reference, valid)
+            arrays["baseline"] = jnp.full(observed.shape, baseline)
+            arrays = {name: jnp.repeat(array, 2, axis=0) for name, array in arrays.items()}
+        return batch.prepare(**arrays)
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         if mismatched:
@@ -294,20 +286,12 @@ def _of_labels(spec: PreferenceSpec, net: Net) -> Objective:
         else:
             tokens = token_statistics(net, params, batch.inputs, mean_logit=True)
         sums, _ = sequence_logps(tokens.logps, batch.mask)
-        reference = _sums(batch, None)
-        result = chosen.function(sums, reference, batch.labels, spec.beta, kl=batch.prepared.baseline, **chosen.options)
+        reference = _reference_sums(batch)
+        result = given.function(sums, reference, batch.labels, spec.beta, kl=batch.prepared.baseline, **given.options)
         per_row, own = checked_loss(result, sums.shape, "row")
-        ratio = sums if reference is None else sums - reference
-        desirable, prepared = batch.labels > 0, batch.prepared
-        metrics = row_metrics(own, prepared.row_weights) | _label_metrics(batch, spec.beta, sums, ratio)
-        metrics |= _token_metrics(batch, desirable, ~desirable, tokens)
-        # Where rows of one label are all of the batch, there is no mean of the other: curves have a gap there.
-        alone = (prepared.row_weights > 0) & (prepared.row_share == prepared.row_weights)
-        for side, rows in (("chosen", desirable), ("rejected", ~desirable)):
-            gap = jnp.where((alone & ~rows).any(), jnp.nan, 0.0)
-            for name in (f"rewards/{side}", f"logps/{side}", f"logits/{side}", "rewards/margins"):
-                metrics[name] = Metric(metrics[name].value + gap, "sum")
-        return chosen.weight * weighted(prepared.row_weights, per_row), metrics
+        ratio, weights = sums if reference is None else sums - reference, batch.prepared.row_weights
+        metrics = row_metrics(own, weights) | _label_metrics(batch, spec.beta, sums, ratio)
+        return given.weight * weighted(weights, per_row), metrics | _token_metrics(batch, tokens)
 
     return Objective(prepare, loss, observe if mismatched else None, Positions(alternate=mismatched), encoder_of(net))
 
@@ -326,20 +310,22 @@ def _of_every_other(net: Net, params: Params, batch: Batch, first: int) -> tuple
     return rows, jax.tree.map(lambda x: x.reshape(-1, 2, x.shape[-1])[:, first], tokens)
 
 
-def _sums(batch: Batch, otherwise):
-    """The reference's log-prob sums `[N]`, `otherwise` where the batch has none."""
-    return otherwise if batch.ref_logps is None else sequence_logps(batch.ref_logps, batch.mask)[0]
+def _reference_sums(batch: Batch) -> jax.Array | None:
+    """The reference's log-prob sums `[N]`; None where the batch has none."""
+    return None if batch.ref_logps is None else sequence_logps(batch.ref_logps, batch.mask)[0]
 
 
 def _label_metrics(batch: Batch, beta: float, sums, ratio) -> Metrics:
-    """TRL's names; an accurate reward is above the reference point for desirable rows, and not for others."""
-    prepared, desirable = batch.prepared, batch.labels > 0
-    point = jnp.zeros(sums.shape) if prepared.baseline is None else prepared.baseline
-    values = {"rewards/accuracies": (prepared.row_weights * ((ratio > point) == desirable)).sum()}
+    """TRL's names; an accurate reward is above the reference point for desirable rows, and not for others.
+
+    Where all rows have one label, there is no mean over the other: it is NaN, and curves have a gap.
+    """
+    prepared = batch.prepared
+    baseline = jnp.zeros(sums.shape) if prepared.baseline is None else prepared.baseline
+    values = {"rewards/accuracies": (prepared.row_weights * ((ratio > baseline) == (batch.labels > 0))).sum()}
     if prepared.baseline is not None:
-        values["kl"] = (prepared.row_weights * point).sum()
-    for name, rows in (("chosen", desirable), ("rejected", ~desirable)):
-        share = prepared.row_share * rows
-        values |= {f"rewards/{name}": beta * (share * ratio).sum(), f"logps/{name}": (share * sums).sum()}
+        values["kl"] = (prepared.row_weights * baseline).sum()
+    for side, share in zip(("chosen", "rejected"), jnp.moveaxis(prepared.row_side_share, -1, 0), strict=True):
+        values |= {f"rewards/{side}": beta * (share * ratio).sum(), f"logps/{side}": (share * sums).sum()}
     values["rewards/margins"] = values["rewards/chosen"] - values["rewards/rejected"]
     return {name: Metric(value, "sum") for name, value in values.items()}

@@ -18,6 +18,7 @@ from jaxrl_llm.training.objectives.objective import (
     counted,
     row_share,
     share_of,
+    side_shares,
     token_metrics,
 )
 
@@ -37,10 +38,10 @@ def process_reward_model(spec: ProcessRewardModelSpec, net: Net) -> Objective:
     """
 
     def prepare(batch: Batch) -> Batch:
-        right = batch.step_labels > 0.5
-        of_labels = jnp.stack([share_of(batch.mask * ~right), share_of(batch.mask * right)], axis=-1)
-        mask = batch.mask
-        return batch.prepare(token_share=share_of(mask), label_share=of_labels, row_weights=row_share(mask))
+        mask, right = batch.mask, batch.step_labels > 0.5
+        return batch.prepare(
+            token_share=share_of(mask), side_share=side_shares(mask, ~right, right), row_weights=row_share(mask)
+        )
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         logits, share = step_logits(net, params, batch.inputs), batch.prepared.token_share
@@ -48,7 +49,7 @@ def process_reward_model(spec: ProcessRewardModelSpec, net: Net) -> Objective:
         per_step, own = checked_loss(result, batch.mask.shape, "token")
         log_odds, right = logits[..., 1] - logits[..., 0], batch.step_labels > 0.5
         correct = (log_odds > 0) == right
-        of_wrong, of_right = jnp.moveaxis(batch.prepared.label_share, -1, 0)
+        of_wrong, of_right = jnp.moveaxis(batch.prepared.side_share, -1, 0)
         return (counted(share, batch.mask) * per_step).sum(), token_metrics(own, batch) | {
             "accuracy": Metric((share * correct).sum(), "sum"),
             "accuracy_wrong": Metric((of_wrong * correct).sum(), "sum"),

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.algorithms.aggregation import loss_weights
 from jaxrl_llm.algorithms.batch import Batch
 from jaxrl_llm.algorithms.losses import Metric, Metrics
 from jaxrl_llm.algorithms.sft_losses import nll
@@ -33,7 +34,7 @@ def sft(spec: SFTSpec, net: Net) -> Objective:
     takes_entropy = "entropy" in inspect.signature(spec.loss).parameters
 
     def prepare(batch: Batch) -> Batch:
-        return weigh(batch, "token").prepare(row_weights=row_share(batch.mask))
+        return weigh(batch, loss_weights(batch.mask, "token")).prepare(row_weights=row_share(batch.mask))
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         slopes = Slopes(-batch.prepared.weights) if spec.loss is nll else None

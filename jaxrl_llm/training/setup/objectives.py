@@ -25,7 +25,7 @@ from jaxrl_llm.models.net import Net
 from jaxrl_llm.training.advantages import check_options
 from jaxrl_llm.training.objectives.distillation import DivergenceSpec, UldSpec, distillation
 from jaxrl_llm.training.objectives.neftune import with_neftune
-from jaxrl_llm.training.objectives.objective import Objective
+from jaxrl_llm.training.objectives.objective import Aggregation, Objective
 from jaxrl_llm.training.objectives.policy_gradient import PolicyLoss, PolicySpec, policy_gradient
 from jaxrl_llm.training.objectives.preference import PreferenceLoss, PreferenceSpec, preference
 from jaxrl_llm.training.objectives.process_reward_model import ProcessRewardModelSpec, process_reward_model
@@ -62,9 +62,7 @@ def objective_of(config, net: Net) -> Objective:
     teacher = divergence_spec(config)
     if teacher is not None and learns_from_teacher_alone(config):
         mode = "token" if name == "sft" else config.algorithm.aggregation
-        c, rows = config.rollout, config.batch.microbatch_rows
-        longest, temperature = c.max_completion_length, c.temperature or 1.0
-        make = partial(distillation, teacher, mode, longest, c.group_size, rows, temperature)
+        make = partial(distillation, teacher, aggregation(config, mode), config.rollout.temperature or 1.0)
     elif name == "sft":
         make = partial(sft, sft_spec(config))
     elif name in ("preference", ONLINE_PREFERENCE):
@@ -81,6 +79,12 @@ def objective_of(config, net: Net) -> Objective:
     return with_neftune(objective, alpha, net.config.outer_width) if alpha else objective
 
 
+def aggregation(config, mode: str) -> Aggregation:
+    """The aggregation of a mode."""
+    longest, size = config.rollout.max_completion_length, config.rollout.group_size
+    return Aggregation(mode, longest, size, config.batch.microbatch_rows)
+
+
 def policy_spec(config) -> PolicySpec:
     """The policy-gradient objective of the configuration; raises ConfigError for values that its loss does not take."""
     loss, c = policy_loss(config), config.algorithm
@@ -94,13 +98,11 @@ def policy_spec(config) -> PolicySpec:
         PolicySpec,
         c,
         loss=loss,
+        aggregation=aggregation(config, c.aggregation),
         kl=kl_estimator(config),
         rejection=rejection(config),
         old_logps_of_another=old_logps_setting(config) in ("sampler", "reference"),
         temperature=config.rollout.temperature or 1.0,  # greedy samples have log-probs too
-        max_completion_length=config.rollout.max_completion_length,
-        group_size=config.rollout.group_size,
-        microbatch_rows=config.batch.microbatch_rows,
         divergence=divergence_spec(config),
         kl_weights=any(options.get("beta") for options in environment_options(config.environment.options).values()),
     )
@@ -284,18 +286,9 @@ def _preference_loss(config, written: str, weight: float) -> PreferenceLoss:
         return function(x, x, x, beta, kl=x[0], **options)
 
     check_options("algorithm.loss", written, call, jax.ShapeDtypeStruct((2,), jnp.float32))
-    return PreferenceLoss(
-        split_options(written)[0],
-        weight,
-        function,
-        options,
-        rows=getattr(function, "rows", "pair"),
-        reference=getattr(function, "reference", False),
-        compares_pairs=getattr(function, "compares_pairs", False),
-        mean_logps=getattr(function, "mean_logps", False),
-        reward=getattr(function, "reward", None),
-        **declared,
-    )
+    facts = ("rows", "reference", "compares_pairs", "mean_logps", "reward")
+    declared |= {name: getattr(function, name) for name in facts if hasattr(function, name)}
+    return PreferenceLoss(split_options(written)[0], weight, function, options, **declared)
 
 
 def reward_model_spec(config) -> RewardModelSpec:

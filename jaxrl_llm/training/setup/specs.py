@@ -230,15 +230,10 @@ def context_spec(config) -> ContextSpec | None:
     c = config.teacher
     if c.context == "none":
         return None
-    templates = {
-        "template": c.template,
-        "solution_template": c.solution_template,
-        "privileged_template": c.privileged_template,
-    }
+    templates = ("template", "solution_template", "privileged_template")
     return ContextSpec(
         c.context, c.success_threshold, c.exclude_own, c.remove_thinking, c.privileged_column,
-        config.rollout.group_size,
-        **{name: text for name, text in templates.items() if text is not None},
+        config.rollout.group_size, **{name: c[name] for name in templates if c[name] is not None},
     )  # fmt: skip
 
 
@@ -286,7 +281,7 @@ def self_reference(config) -> ReferenceSpec | None:
     if (rate, every) == (1, 1):
         return None
     adapters = "start" if rate in (0, 1) else "copy"
-    return ReferenceSpec(adapters, config.teacher.offload, every if rate else 0, rate, config.seed)
+    return ReferenceSpec(adapters, config.teacher.offload, every if rate else 0, rate, 0, config.seed)
 
 
 def controllers_of(config) -> Controllers:

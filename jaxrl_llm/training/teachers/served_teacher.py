@@ -57,7 +57,7 @@ class ServedTeacher:
     spec: TeacherSpec
     server: Server
     mesh: Mesh
-    key: str = "teacher.path"
+    key: str
 
     def logps(self, inputs: Inputs, rows: int) -> jax.Array:
         """Log-probs `[N,T]` of the tokens; 0 on padding and on the first token of a row. Raises TeacherError."""

@@ -23,8 +23,8 @@ class TeacherSpec:
     divergence: bool  # its distributions are in the loss, and not its log-probs of sampled tokens in the advantages
     temperature: float
     top_k: int  # of the distributions; 0: the whole vocabulary
-    offload: bool = False
-    column: str = "teacher"  # of the data, which names another teacher
+    offload: bool  # its parameters wait in the host's memory between passes
+    column: str  # of the data, which names another teacher
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
+from jaxrl_llm.algorithms.losses import Metric
 from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.models.logprobs import TokenStatistics
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.training.objectives import policy_gradient
+from jaxrl_llm.training.objectives.objective import token_metrics, weigh
 from jaxrl_llm.training.passes import scored_distributions
 from jaxrl_llm.training.setup.objectives import objective_of, policy_spec
 from tests.models.decoding import logits_of
@@ -342,6 +344,28 @@ def test_a_loss_of_ones_own(tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), gradient, expected_gradient)
     assert float(metrics["own/clipped"]) == 0 and not any(name.startswith("clip_ratio") for name in metrics)
     assert not any("clip" in name for name in found["plain"][0][1])
+
+
+def test_metrics_of_tokens_rows_and_batches():
+    """Square, so that a row's numbers could be taken for a column's; a row without tokens is in no mean and extreme."""
+    mask = jnp.float32([[0, 0, 0], [1, 1, 0], [1, 1, 1]])
+    batch = weigh(Batch(Inputs(jnp.zeros((3, 3), jnp.int32)), mask), mask / 5).prepare(
+        row_weights=jnp.float32([0, 0.5, 0.5])
+    )
+    tokens, rows = jnp.float32([[-7, 99, 7], [2, 3, -9], [4, 5, 6]]), jnp.float32([50.0, 1.0, 2.0])
+    found = token_metrics(
+        {
+            **{f"tokens/{name}": Metric(tokens, name) for name in ("mean", "min", "max")},
+            **{f"rows/{name}": Metric(rows, name) for name in ("mean", "row_mean", "min", "max", "sum")},
+            **{f"batch/{name}": Metric(jnp.float32(3.0), name) for name in ("mean", "row_mean", "min", "max", "sum")},
+        },
+        batch,
+    )
+    assert {name: pytest.approx(float(metric)) for name, metric in found.items()} == {
+        **{"tokens/mean": 4, "tokens/min": 2, "tokens/max": 6},
+        **{"rows/mean": 8 / 5, "rows/row_mean": 1.5, "rows/min": 1, "rows/max": 2, "rows/sum": 53},
+        **{f"batch/{name}": 3 for name in ("mean", "row_mean", "min", "max", "sum")},
+    }
 
 
 def test_rejected_tokens_and_normalised_weights():

@@ -70,8 +70,9 @@ def serving(reply=answer, status=200):
         server.server_close()
 
 
-def teacher_at(url, top_k=0, **options):
-    return ServedTeacher(TeacherSpec(bool(top_k), 1.0, top_k), Server(url, "m", timeout=20.0), MESH, **options)
+def teacher_at(url, top_k=0, key="teacher.path"):
+    spec = TeacherSpec(bool(top_k), 1.0, top_k, offload=False, column="teacher")
+    return ServedTeacher(spec, Server(url, "m", timeout=20.0), MESH, key)
 
 
 def inputs():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxrl_llm
+from jaxrl_llm.algorithms.aggregation import loss_weights
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.algorithms.distillation import generalized_jsd, with_tail, without_tail
 from jaxrl_llm.config import ConfigError, default, validate
@@ -319,21 +320,21 @@ def test_the_term_by_hand():
     logps, old = jnp.log(jnp.float32([[0.5, 0.9], [0.5, 0.5]])), jnp.log(jnp.float32([[0.25, 0.1], [0.5, 0.5]]))
     batch = Batch(Inputs(jnp.zeros((2, 2), jnp.int32)), jnp.ones((2, 2)), old_logps=old, taught=jnp.float32([1, 0]))
     tokens = TokenStatistics(logps, logps, logps, divergence=jnp.float32([[3.0, 5.0], [7.0, 11.0]]))
-    batch = weigh(batch, "token")
-    term, metric = teacher_term(DivergenceSpec(0.5, 1.0, 1.0, 4.0), tokens, batch)
+    batch = weigh(batch, loss_weights(batch.mask, "token"))
+    spec = DivergenceSpec(0.5, 1.0, 1.0, importance_max=4.0, top_k=0, tail=True, least=None, limit=None)
+    plain = dataclasses.replace(spec, importance_max=None)
+    term, metric = teacher_term(spec, tokens, batch)
     np.testing.assert_allclose(term, [[0.5 * 3 * 2, 0.5 * 5 * 4], [0, 0]], rtol=1e-6)
     assert token_metrics({"teacher/divergence": metric}, batch)["teacher/divergence"].value == 4  # of taught tokens
-    nobody = weigh(batch.replace(taught=jnp.zeros(2)), "token")
-    term, metric = teacher_term(DivergenceSpec(0.5, 1.0, 1.0), tokens, nobody)
+    nobody = weigh(batch.replace(taught=jnp.zeros(2)), loss_weights(batch.mask, "token"))
+    term, metric = teacher_term(plain, tokens, nobody)
     assert not term.any()
     assert np.isnan(token_metrics({"teacher/divergence": metric}, nobody)["teacher/divergence"].value)
-    np.testing.assert_allclose(teacher_term(DivergenceSpec(0.5, 1.0, 1.0), tokens, batch)[0], [[1.5, 2.5], [0, 0]])
-    limited = teacher_term(DivergenceSpec(0.5, 1.0, 1.0, limit=4.0), tokens, batch)
+    np.testing.assert_allclose(teacher_term(plain, tokens, batch)[0], [[1.5, 2.5], [0, 0]])
+    limited = teacher_term(dataclasses.replace(plain, limit=4.0), tokens, batch)
     np.testing.assert_allclose(limited[0], [[1.5, 2.0], [0, 0]])
     assert token_metrics({"teacher/divergence": limited[1]}, batch)["teacher/divergence"].value == 4  # without it
-    slope = jax.grad(
-        lambda x: teacher_term(DivergenceSpec(1.0, 1.0, 1.0, 4.0), tokens._replace(logps=x), batch)[0].sum()
-    )(logps)
+    slope = jax.grad(lambda x: teacher_term(spec, tokens._replace(logps=x), batch)[0].sum())(logps)
     np.testing.assert_array_equal(slope, 0.0)
 
 
