@@ -67,7 +67,8 @@ def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, object], AbstractMesh 
     sizes = dict(mesh.shape)
     if sizes["data"] > 1:
         moved = sizes | {"data": 1, "fsdp": sizes["fsdp"] * sizes["data"]}
-        keys = {"mesh.fsdp": moved["fsdp"]} | ({} if config.mesh.data == -1 else {"mesh.data": 1})
+        keys: dict[str, object] = {"mesh.fsdp": moved["fsdp"]}
+        keys |= {} if config.mesh.data == -1 else {"mesh.data": 1}
         yield _flags(keys), {}, AbstractMesh(tuple(moved.values()), tuple(moved))
     twice = sizes | {"fsdp": sizes["fsdp"] * 2}
     count = 2 * mesh.size
