@@ -205,12 +205,11 @@ class Attention(nnx.Module):
         c, k, v, gate = self.config, None, None, None
 
         def turned(a, norm):
-            kind = "" if norm is None else c.qk_norm
-            a = norm(a) if kind == "whole" else a
+            a = norm(a) if norm is not None and c.qk_norm == "whole" else a
             a = a.reshape(*x.shape[:-1], -1, c.head_dim)
-            a = norm(a) if kind in ("head", "heads") else a
+            a = norm(a) if norm is not None and c.qk_norm in ("head", "heads") else a
             a = rotate(a, positions, arrays.inv_freq, arrays.scale, c.rope_interleaved)
-            a = norm(a) if kind == "rotated" else a
+            a = norm(a) if norm is not None and c.qk_norm == "rotated" else a
             return jnp.where(arrays.rotated, over_rms(a, c.norm_eps), a).astype(a.dtype) if c.qk_rms else a
 
         normed = self._normed_together(x) if decodes else None
