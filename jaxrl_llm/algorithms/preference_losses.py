@@ -190,8 +190,8 @@ def nca_pair(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1,
 
     Source: NCA, arXiv 2402.05369.
     """
-    u, v = _log_ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
-    return -log_sigmoid(beta * u) - 0.5 * log_sigmoid(-beta * u) - 0.5 * log_sigmoid(-beta * v)
+    u, v = (beta * x for x in _log_ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected))
+    return -log_sigmoid(u) - 0.5 * log_sigmoid(-u) - 0.5 * log_sigmoid(-v)
 
 
 @declare(rows="pair", reference=True, options={"running_mean": False})
@@ -261,8 +261,8 @@ def apo_down(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1,
 
     Source: APO, arXiv 2408.06266, eq. 8.
     """
-    u, v = _log_ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
-    return sigmoid(beta * u) + sigmoid(beta * v - beta * u)
+    u, v = (beta * x for x in _log_ratios(policy_chosen, policy_rejected, ref_chosen, ref_rejected))
+    return sigmoid(u) + sigmoid(v - u)
 
 
 @declare(rows="pair", options={"nll_weight": 1.0})
