@@ -230,10 +230,11 @@ def context_spec(config) -> ContextSpec | None:
     c = config.teacher
     if c.context == "none":
         return None
-    templates = ("template", "solution_template", "privileged_template")
+    templates = {"template": c.template, "solution_template": c.solution_template}
+    templates |= {"privileged_template": c.privileged_template}
     return ContextSpec(
         c.context, c.success_threshold, c.exclude_own, c.remove_thinking, c.privileged_column,
-        config.rollout.group_size, **{name: c[name] for name in templates if c[name] is not None},
+        config.rollout.group_size, **{name: text for name, text in templates.items() if text is not None},
     )  # fmt: skip
 
 
