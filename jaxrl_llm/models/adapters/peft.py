@@ -42,6 +42,7 @@ PREFIX, FACTOR_A = "base_model.model.", ".lora_A.weight"
 # In the names of modules of a vision part.
 VISION = re.compile(r"\.(vision_model|vision_tower|vision_encoder|visual|embed_vision)\.")
 LM_HEAD = "lm_head"
+TIES = "ensure_weight_tying"
 HEADS = ("score", "classifier")  # PEFT names both for models with a score or step head
 TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS", "step": "TOKEN_CLS"}
 # Entries of adapter_config.json, and the values with which the adapter is what `lora.delta` computes.
@@ -182,7 +183,7 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
     head = next((head for head, task in TASKS.items() if entries.get("task_type") == task), "lm")
     saved = tuple(name for name in entries.get("modules_to_save", ()) if name not in HEADS)
     return AdapterConfig(
-        lora, entries.get("base_model_name_or_path"), head, saved, bool(entries.get("ensure_weight_tying")),
+        lora, entries.get("base_model_name_or_path"), head, saved, bool(entries.get(TIES)),
         vision=any(VISION.search(name) for name in names),
         modules={
             name: (fitting(ranks, name, lora.rank), float(fitting(alphas, name, lora.alpha)))
@@ -251,12 +252,15 @@ def with_adapter_modules(net: Net, family, folder: str | os.PathLike[str]) -> Ne
     net = with_adapters(net, family, described.modules.get) if described.modules else net
     net = with_modules(net, family, described.modules_to_save, f"{folder}/{CONFIG}: modules_to_save")
     if is_tied(net) and not described.ties:
-        raise ConfigError(
-            f"{folder}/{CONFIG}: modules_to_save = {list(described.modules_to_save)} without ensure_weight_tying "
-            "trained an embedding apart from the head, and this model has one matrix for both (tie_word_embeddings): "
-            "merge the adapter with PEFT's merge_and_unload into a model without tied weights"
-        )
+        raise _apart(f"{folder}/{CONFIG}: modules_to_save = {list(described.modules_to_save)} without {TIES}")
     return net
+
+
+def _apart(found: str) -> ConfigError:
+    return ConfigError(
+        f"{found} trained an embedding apart from the head, and this model has one matrix for both "
+        "(tie_word_embeddings): merge the adapter with PEFT's merge_and_unload into a model without tied weights"
+    )
 
 
 def is_tied(net: Net) -> bool:
@@ -281,7 +285,11 @@ def read(folder: str | os.PathLike[str], net: Net, family, mesh: Mesh | None) ->
         shapes = {name: tree for name, tree in shapes.items() if name != "score"}
         wanted = {path: tensors for path, tensors in wanted.items() if not path.startswith("score/")}
     if is_tied(net):
-        found.pop(f"{PREFIX}{LM_HEAD}.weight", None)
+        head = found.pop(f"{PREFIX}{LM_HEAD}.weight", None)
+        embedding = found.get(f"{PREFIX}{_embedding(_modules(net, family))}.weight")
+        if embedding is not None and (head is None or not np.array_equal(head, embedding)):
+            # PEFT ties nothing where modules_to_save has neither of the names that it knows.
+            raise _apart(f"{folder / TENSORS} holds no {LM_HEAD} that is its embedding: PEFT, with {TIES} too,")
     names = [name for tensors in wanted.values() for name in tensors.names]
     if missing := [name for name in names if name not in found]:
         raise ConfigError(f"{folder / TENSORS} lacks tensors that the model needs: {safetensors.some(missing)}")
@@ -351,8 +359,11 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
     tied = {}
     if is_tied(net):  # PEFT reads the head beside the embedding that it is
         arrays[f"{PREFIX}{LM_HEAD}.weight"] = arrays[f"{PREFIX}{_embedding(modules)}.weight"].copy()
-        tied = {"ensure_weight_tying": True}
+        tied = {TIES: True}
     factors = {name for name in arrays if name.endswith(FACTOR_A) and not peft_experts.FACTOR.search(name)}
+    saved = _saved_modules(modules, lora)
+    if tied and "embed_tokens" not in saved:  # PEFT ties modules of these two names alone
+        saved = [LM_HEAD, *saved]
     parameters = list(lora.experts)
     if family.MODEL_TYPE in peft_experts.MISREAD and not (lora.dropout or lora.dora or ranks or alphas):
         # By their weights PEFT finds them, with an adapter of the same shape; it has the others for modules alone.
@@ -375,7 +386,7 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
         "use_dora": lora.dora,
         "bias": "none",
         "fan_in_fan_out": any(not modules[_module(name)][0].transpose for name in factors),
-        "modules_to_save": _saved_modules(modules, lora) or None,
+        "modules_to_save": saved or None,
         "inference_mode": True,
         **tied,
     }

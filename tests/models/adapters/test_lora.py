@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
@@ -286,6 +286,25 @@ def test_an_embedding_that_is_the_head_stays_so(llama_folder, tmp_path, named):
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(entries))
     with pytest.raises(ConfigError, match="without ensure_weight_tying trained an embedding apart from the head"):
         load_model(folder, adapter=tmp_path / "adapter")
+
+
+def test_a_tied_embedding_of_another_name_is_tied_by_the_name_of_the_head(tmp_path):
+    """PEFT ties `embed_tokens` and `lm_head` alone: `wte` is one by itself, in spite of ensure_weight_tying."""
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2}
+    folder = tmp_path / "gpt2"
+    AutoModelForCausalLM.from_config(GPT2Config(**sizes)).save_pretrained(folder)
+    model = shaken(add_adapters(load_model(folder), LoraConfig(2, targets=("up",)), jax.random.key(0), ["wte"]))
+    save_adapter(model, tmp_path / "adapter")
+    oracle = in_peft(folder, tmp_path / "adapter")
+    with torch.no_grad():
+        np.testing.assert_allclose(model(TOKENS), oracle(torch.tensor(TOKENS)).logits.numpy(), atol=1e-4)
+    oracle.save_pretrained(tmp_path / "theirs")
+    jax.tree.map(np.testing.assert_array_equal, load_model(folder, adapter=tmp_path / "theirs").params, model.params)
+
+    apart = peft.LoraConfig(target_modules=["c_attn"], modules_to_save=["wte"], ensure_weight_tying=True)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), apart).save_pretrained(tmp_path / "apart")
+    with pytest.raises(ConfigError, match=r"holds no lm_head that is its embedding: PEFT.*apart from the head"):
+        load_model(folder, adapter=tmp_path / "apart")
 
 
 def test_the_end_of_a_name_is_that_of_every_module_with_it(base):
