@@ -25,6 +25,7 @@ from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.serving.grid import LONGEST_WORD, MOST_BIASES, MOST_ENDS, MOST_PROMPT_TOP, MOST_TOP, MOST_WORDS
 from jaxrl_llm.serving.guides import guide_of
 from jaxrl_llm.serving.prompts import chat_prompt, is_list, text_prompts
+from jaxrl_llm.serving.thoughts import tell_effort
 
 MOST_STOPS, LONGEST_STOP = 16, 1024  # stop strings of a request, and their characters
 MOST_COUNT = 10**9  # of what is counted in int32
@@ -59,7 +60,7 @@ SETTINGS = {
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 SAMPLING = ("temperature", "top_p", "min_p", "min_tokens", *PENALTIES)
 CHAT = {"messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "logprobs", "top_logprobs",
-        "separate_reasoning", "add_generation_prompt", "continue_final_message"}  # fmt: skip
+        "separate_reasoning", "reasoning_effort", "add_generation_prompt", "continue_final_message"}  # fmt: skip
 TEXT = {"prompt", "logprobs", "echo", "prompt_logprobs"}
 GUIDES = {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 COMMON = {"model", "stop", "stop_token_ids", "stream_options", "logit_bias", "bad_words", *GUIDES, *SETTINGS}
@@ -79,7 +80,6 @@ NEUTRAL = {
     "guided_decoding_backend": None,
     "guided_whitespace_pattern": None,
     "modalities": ["text"],
-    "reasoning_effort": None,
     "chat_template": None,
     "functions": None,
     "function_call": None,
@@ -191,6 +191,10 @@ def parse(
     continues = True
     if chat:
         tools = _callable_tools(body)
+        if (effort := body.get("reasoning_effort")) is not None:
+            body = dict(body)
+            template = str(getattr(tokenizer, "chat_template", None) or "")
+            tell_effort(body, effort, template, "reasoning_effort", effort)
         prompt, tiles = chat_prompt(body, tokenizer, render, reader, longest)
         continues = body["messages"][-1]["role"] == "assistant"
         for name, given in {"add_generation_prompt": not continues, "continue_final_message": continues}.items():

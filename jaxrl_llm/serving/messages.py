@@ -10,13 +10,11 @@ from starlette.responses import JSONResponse, Response
 from jaxrl_llm.serving.bodies import Asked
 from jaxrl_llm.serving.choice import Choice
 from jaxrl_llm.serving.errors import BadRequestError, renamed, with_failure
-from jaxrl_llm.serving.thoughts import can_think
+from jaxrl_llm.serving.thoughts import EFFORTS, can_think, tell_template
 from jaxrl_llm.serving.translated import (
-    EFFORTS,
     check_fields,
     frame,
     settled_texts,
-    tell_template,
     text_before_calls,
     text_or_parts,
     tools_of,

@@ -17,13 +17,11 @@ from jaxrl_llm.serving.choice import Choice
 from jaxrl_llm.serving.conversations import Conversations
 from jaxrl_llm.serving.errors import BadRequestError, with_failure
 from jaxrl_llm.serving.items import add_items
-from jaxrl_llm.serving.thoughts import can_think
+from jaxrl_llm.serving.thoughts import can_think, tell_effort
 from jaxrl_llm.serving.translated import (
-    EFFORTS,
     check_fields,
     frame,
     settled_texts,
-    tell_template,
     text_before_calls,
     tools_of,
 )
@@ -34,7 +32,7 @@ OWN = {  # fields with a meaning of their own; the others of a chat, vLLM's amon
 }  # fmt: skip
 AS_CHAT = (CHAT | COMMON) - {
     "messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "response_format", "return_token_ids",
-    "separate_reasoning", *OWN
+    "separate_reasoning", "reasoning_effort", *OWN
 }  # fmt: skip
 # As in bodies.py; max_tool_calls counts the calls of tools that a server hosts.
 NO_EFFECT = WITHOUT_EFFECT | {"prompt_cache_retention", "prompt_cache_options", "client_metadata", "max_tool_calls"}
@@ -99,8 +97,11 @@ class ResponsesRequest:
         example = 'functions: {"type": "function", "name": ..., "parameters": ...}'
         self.chat |= {"tools": tools_of(body, "function", "parameters", example), "tool_choice": _tool_choice(body)}
         self.chat["separate_reasoning"] = can_think(template)
-        effort = _effort(body.get("reasoning", {}), can_think(template))
-        tell_template(self.chat, None if effort is None else effort != "none", EFFORTS.get(str(effort)))
+        # A summary of thoughts is asked for by clients that know no others: here they are whole.
+        reasoning = body.get("reasoning", {})
+        known = isinstance(reasoning, Mapping) and reasoning.keys() <= {"effort", "summary"}
+        effort = reasoning.get("effort") if known else "of another form"
+        tell_effort(self.chat, effort, template, "reasoning", reasoning, "a summary, and as effort ")
 
     async def whole(self) -> Response:
         """The response, when it has ended."""
@@ -275,25 +276,6 @@ class ResponsesRequest:
             "background": False,
             **self.answer.versions(),
         }
-
-
-def _effort(given: Any, can: bool) -> Any:
-    """The effort of `reasoning`, of a model whose chat template `can` think. Raises BadRequestError.
-
-    A summary of thoughts is asked for by clients that know no others: here they are whole.
-    """
-    asked = {name: value for name, value in given.items() if value is not None} if isinstance(given, Mapping) else None
-    if asked is None or asked.keys() - {"effort", "summary"} or asked.get("effort") not in (None, "none", *EFFORTS):
-        raise BadRequestError(
-            f"reasoning is {given!r:.100}; it takes a summary, and as effort none, {', '.join(EFFORTS)}",
-            param="reasoning",
-        )
-    if asked.get("effort", "none") != "none" and not can:
-        raise BadRequestError(
-            f"reasoning is {given!r:.100}, but the model's chat template has no thoughts: leave it out",
-            code="unsupported", param="reasoning",
-        )  # fmt: skip
-    return asked.get("effort")
 
 
 def _tool_choice(body: Mapping[str, Any]) -> Any:

@@ -1,16 +1,47 @@
-"""Where the thoughts of an answer end and its text begins, in the form of each family of models."""
+"""Whether an answer has thoughts, and where they end and its text begins, in the form of each family of models."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from jaxrl_llm.environments.tool_calls import THINKING
+from jaxrl_llm.serving.errors import BadRequestError
 
 # What stands between the end of thoughts and the text: of Harmony, the header of a message to the user.
 HEADERS = {"<|end|>": "<|start|>assistant<|channel|>final<|message|>"}
+# As chat templates have them.
+EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
 def can_think(template: str) -> bool:
     """True where a chat template has thoughts of the model."""
     return any(mark in template for pair in THINKING.items() for mark in pair if mark not in HEADERS)
+
+
+def tell_template(chat: dict[str, Any], thinks: bool | None, effort: str | None) -> None:
+    """Has the chat template think or not, and with an effort, where it can; the request's own options stay."""
+    # `enable_thinking` of Qwen 3, GLM and Gemma 4, `thinking` of DeepSeek V3.1 and Granite, the effort of gpt-oss.
+    options = {} if thinks is None else {"enable_thinking": thinks, "thinking": thinks}
+    options |= {} if effort is None else {"reasoning_effort": effort}
+    given = chat.get("chat_template_kwargs", {})
+    if options and isinstance(given, Mapping):  # another is refused with the chat
+        chat["chat_template_kwargs"] = options | dict(given)
+
+
+def tell_effort(chat: dict[str, Any], effort: Any, template: str, field: str, given: Any, others: str = "") -> None:
+    """Has the chat template think as an effort says; `none` is not at all, and None says nothing.
+
+    Raises BadRequestError, on the `field` whose value is `given` and which takes `others` too, for an effort that there
+    is not, or of a template without thoughts.
+    """
+    if effort not in (None, "none", *EFFORTS):
+        raise BadRequestError(f"{field} is {given!r:.100}; it takes {others}none, {', '.join(EFFORTS)}", param=field)
+    if effort not in (None, "none") and not can_think(template):
+        raise BadRequestError(
+            f"{field} is {given!r:.100}, but the model's chat template has no thoughts: leave it out",
+            code="unsupported",
+            param=field,
+        )
+    tell_template(chat, None if effort is None else effort != "none", EFFORTS.get(str(effort)))
 
 
 class Thoughts:

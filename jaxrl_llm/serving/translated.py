@@ -8,19 +8,6 @@ from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.serving.choice import Choice
 from jaxrl_llm.serving.errors import BadRequestError
 
-# As chat templates have them.
-EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-
-
-def tell_template(chat: dict[str, Any], thinks: bool | None, effort: str | None) -> None:
-    """Has the chat template think or not, and with an effort, where it can; the request's own options stay."""
-    # `enable_thinking` of Qwen 3, GLM and Gemma 4, `thinking` of DeepSeek V3.1 and Granite, the effort of gpt-oss.
-    options = {} if thinks is None else {"enable_thinking": thinks, "thinking": thinks}
-    options |= {} if effort is None else {"reasoning_effort": effort}
-    given = chat.get("chat_template_kwargs", {})
-    if options and isinstance(given, Mapping):  # another is refused with the chat
-        chat["chat_template_kwargs"] = options | dict(given)
-
 
 def check_fields(body: Mapping[str, Any], read: Collection[str], others: Collection[str]) -> None:
     """Raises BadRequestError for a field of neither kind, with the closest of those that are read."""

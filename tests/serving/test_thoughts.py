@@ -11,6 +11,7 @@ pytest.importorskip("starlette")
 from jaxrl_llm.environments.tool_calls import THINKING
 from jaxrl_llm.serving.bodies import parse
 from jaxrl_llm.serving.choice import Choice
+from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.serving.handles import Tokens
 from jaxrl_llm.serving.messages import MessagesRequest
 from jaxrl_llm.serving.responses import ResponsesRequest
@@ -207,3 +208,27 @@ def test_a_chat_has_them_where_it_is_asked(client, thinking):
 def test_what_the_template_is_told(template, fields, options):
     body = {"max_tokens": 5, "messages": MESSAGES, **fields}
     assert MessagesRequest(body, None, template).chat.get("chat_template_kwargs") == options
+
+
+@pytest.mark.parametrize(
+    ("effort", "told"), [("none", "False|"), ("xhigh", "True|high"), ("low", "True|low"), (None, "|")]
+)
+def test_an_effort_of_a_chat_is_told_to_its_template(sorter, effort, told):
+    tokenizer = copy.deepcopy(sorter.tokenizer)
+    tokenizer.chat_template = "{{ enable_thinking }}|{{ reasoning_effort }}{# <think> #}"
+    body = {"messages": MESSAGES, "reasoning_effort": effort}
+    asked = parse(body, True, tokenizer, ["sorter"], (257,), 128, len(tokenizer), 8)
+    assert tokenizer.decode(asked.prompts[0], skip_special_tokens=True) == told
+    assert body == {"messages": MESSAGES, "reasoning_effort": effort}
+
+
+def test_an_effort_that_there_is_not_is_refused(sorter):
+    for template, effort, said in (
+        ("{# <think> #}", "much", "'much'; it takes none, minimal"),
+        ("", "low", "no thoughts"),
+    ):
+        tokenizer = copy.deepcopy(sorter.tokenizer)
+        tokenizer.chat_template = template + "x"
+        with pytest.raises(BadRequestError, match=f"^reasoning_effort is .*{said}"):
+            body = {"messages": MESSAGES, "reasoning_effort": effort}
+            parse(body, True, tokenizer, ["sorter"], (257,), 128, len(tokenizer), 8)
