@@ -210,9 +210,10 @@ def test_what_the_template_is_told(template, fields, options):
     assert MessagesRequest(body, None, template).chat.get("chat_template_kwargs") == options
 
 
-@pytest.mark.parametrize(
-    ("effort", "told"), [("none", "False|"), ("xhigh", "True|high"), ("low", "True|low"), (None, "|")]
-)
+EFFORTS = [("none", "False|"), ("xhigh", "True|high"), ("low", "True|low"), (None, "|")]
+
+
+@pytest.mark.parametrize(("effort", "told"), EFFORTS)
 def test_an_effort_of_a_chat_is_told_to_its_template(sorter, effort, told):
     tokenizer = copy.deepcopy(sorter.tokenizer)
     tokenizer.chat_template = "{{ enable_thinking }}|{{ reasoning_effort }}{# <think> #}"
@@ -222,13 +223,13 @@ def test_an_effort_of_a_chat_is_told_to_its_template(sorter, effort, told):
     assert body == {"messages": MESSAGES, "reasoning_effort": effort}
 
 
-def test_an_effort_that_there_is_not_is_refused(sorter):
-    for template, effort, said in (
-        ("{# <think> #}", "much", "'much'; it takes none, minimal"),
-        ("", "low", "no thoughts"),
-    ):
-        tokenizer = copy.deepcopy(sorter.tokenizer)
-        tokenizer.chat_template = template + "x"
-        with pytest.raises(BadRequestError, match=f"^reasoning_effort is .*{said}"):
-            body = {"messages": MESSAGES, "reasoning_effort": effort}
-            parse(body, True, tokenizer, ["sorter"], (257,), 128, len(tokenizer), 8)
+REFUSED = [("{# <think> #}", "much", "'much'; it takes none, minimal"), ("", "low", "no thoughts")]
+
+
+@pytest.mark.parametrize(("template", "effort", "said"), REFUSED)
+def test_an_effort_that_there_is_not_is_refused(sorter, template, effort, said):
+    tokenizer = copy.deepcopy(sorter.tokenizer)
+    tokenizer.chat_template = template + "x"
+    body = {"messages": MESSAGES, "reasoning_effort": effort}
+    with pytest.raises(BadRequestError, match=f"^reasoning_effort is .*{said}"):
+        parse(body, True, tokenizer, ["sorter"], (257,), 128, len(tokenizer), 8)
