@@ -19,6 +19,7 @@ from jaxrl_llm.rewards.signatures import RewardError
 from jaxrl_llm.rollout.constraints import token_bytes
 from jaxrl_llm.training.reward_models import ProcessRewardModel, with_reward_models
 from jaxrl_llm.training.setup import sources
+from jaxrl_llm.training.setup.worker import Setup
 from jaxrl_llm.training.step_credit import StepCredit
 
 
@@ -76,7 +77,7 @@ def test_whose_steps_are_followed():
     def followed(*rewards, weights=()):
         config.rewards.weights = weights
         made = sources.build_rewards(config, rewards)
-        return sources._advantages(config, made, None).of_turns
+        return sources._advantages(Setup(config, None, None, made, None, None)).of_turns
 
     assert followed("exact_match", functools.partial(letters, scale=2.0)) == "letters"
     assert followed(letters, letters, weights=(0.0, 1.0)) == "letters_2"
