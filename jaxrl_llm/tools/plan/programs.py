@@ -26,7 +26,7 @@ from jaxrl_llm.tools.plan.shapes import Shapes, visiting
 from jaxrl_llm.tools.plan.step import Step, images_call, images_shape, rows_shape, update_batch
 from jaxrl_llm.training.advantages import advantage_step
 from jaxrl_llm.training.objectives.objective import Objective
-from jaxrl_llm.training.objectives.value import critic_params, value_regression
+from jaxrl_llm.training.objectives.value import critic_params
 from jaxrl_llm.training.optimizers import build_optimizer
 from jaxrl_llm.training.packing import planner
 from jaxrl_llm.training.packing.layout import Sizes, plan
@@ -42,7 +42,7 @@ from jaxrl_llm.training.passes import (
 from jaxrl_llm.training.setup.memory import update_bytes
 from jaxrl_llm.training.setup.mesh import shard_rows
 from jaxrl_llm.training.setup.objectives import critic_spec, objective_of
-from jaxrl_llm.training.setup.run import critic_alone, make_optimizer, sized_critic_updates, sized_updates
+from jaxrl_llm.training.setup.run import build_updates, make_optimizer, sized_updates
 from jaxrl_llm.training.setup.specs import (
     advantage_spec,
     batch_spec,
@@ -55,7 +55,7 @@ from jaxrl_llm.training.setup.specs import (
     teacher_spec,
 )
 from jaxrl_llm.training.teachers.cross_tokenizer import at_ends
-from jaxrl_llm.training.update import UpdateSpec, make_update, merge_frozen, optimizer_step, unchanged
+from jaxrl_llm.training.update import UpdateSpec, merge_frozen
 
 
 class Layouts(NamedTuple):
@@ -208,14 +208,11 @@ def compile_updates(
     layouts_of: Callable[[Any, Packer | None], Layouts],
 ) -> None:
     """Compile the update, and that of the critic where it has minibatches or passes of its own, and so layouts."""
-    config, shapes, mesh, update_critic = step.config, step.shapes, step.mesh, None
-    if shapes.critic is not None and not config.critic.shared:
-        spec = sized_critic_updates(config, updates)
-        regression = value_regression(critic_spec(config), shapes.critic)
-        update_critic = optimizer_step(regression, build_optimizer(critic_optimizer_spec(config)), spec, mesh)
-    alone = critic_alone(config, update_critic)
-    if alone is not None and alone.apart:
-        update_critic = unchanged
+    config, shapes = step.config, step.shapes
+    apart = shapes.critic is not None and not config.critic.shared
+    critic_optimizer = build_optimizer(critic_optimizer_spec(config)) if apart else None
+    optimizer = make_optimizer(config)
+    update, alone = build_updates(config, objective, optimizer, shapes.critic, critic_optimizer, updates, step.mesh)
 
     def add(name: str, update, step: Step, layouts: Layouts, passes: int) -> None:
         count = step.config.batch.minibatches
@@ -233,7 +230,6 @@ def compile_updates(
             trips=layouts.update_trips,
         )
 
-    update = make_update(objective, make_optimizer(config), updates, mesh, update_critic, shapes.critic is not None)
     add("update", update, step, layouts, config.algorithm.num_iterations)
     if alone is not None and alone.passes:
         own = config.copy_and_resolve_references()

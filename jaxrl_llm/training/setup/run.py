@@ -22,7 +22,7 @@ from jaxrl_llm.environments.factory import Environments, load_environments
 from jaxrl_llm.models.adapters.lora import has_adapters, split
 from jaxrl_llm.models.model import Model, named_rate_factors
 from jaxrl_llm.models.model_config import ModelConfig
-from jaxrl_llm.models.net import Params
+from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.models.vision.row_images import count_tiles
 from jaxrl_llm.rewards.functions import environment as environment_reward
 from jaxrl_llm.rewards.runner import Rewards
@@ -199,7 +199,8 @@ def assembled(setup: Setup, critic: Model | None, data: RunData, given: Given) -
     if critic is not None and critic_optimizer is not None:
         frozen_critic, of_critic = split(critic.params, critic.net.config.frozen)
     updates = replace(specs.update_spec(config), microbatch_rows=batch.microbatch_rows, schedule=rate)
-    update, alone = build_updates(config, objective, optimizer, critic, critic_optimizer, updates, mesh)
+    critic_net = None if critic is None else critic.net
+    update, alone = build_updates(config, objective, optimizer, critic_net, critic_optimizer, updates, mesh)
     begin = partial(begin_state, config, mesh, optimizer, critic_optimizer)
     return Run(
         batch=batch,
@@ -273,15 +274,16 @@ def build_updates(
     config,
     objective: Objective,
     optimizer: optax.GradientTransformation,
-    critic: Model | None,
+    critic: Net | None,
     critic_optimizer: optax.GradientTransformation | None,
     spec: UpdateSpec,
     mesh: Mesh,
 ) -> tuple[Update, CriticAlone | None]:
-    """The update of policy and critic, and what a critic of its own is trained on besides."""
+    """The update of policy and critic, and what a critic of its own, with an optimizer of its own, is trained on
+    besides."""
     update_critic = None
     if critic is not None and critic_optimizer is not None:
-        regression = value_regression(critic_spec(config), critic.net)
+        regression = value_regression(critic_spec(config), critic)
         update_critic = optimizer_step(regression, critic_optimizer, sized_critic_updates(config, spec), mesh)
     alone = critic_alone(config, update_critic)
     if alone is not None and alone.apart:
