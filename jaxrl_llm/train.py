@@ -119,8 +119,8 @@ def train(
     model is one in memory (that of `load_model`, or of the Result of an earlier run), which stays as it is, or a path;
     tokenizer one of transformers. peft_config (PEFT's LoraConfig) sets the keys of `lora`. optimizers is an optimizer
     of optax, a schedule, or a pair of both. compute_metrics gets the completions of each evaluation
-    (`training.evaluation.run.Predictions`) and returns numbers by name. TRL's names reward_funcs and processing_class
-    are taken too. See docs/python.md.
+    (`training.evaluation.run.Predictions`) and returns numbers by name. TRL's names reward_funcs, processing_class and
+    environment_factory are taken too. See docs/python.md.
 
     A run in output_dir goes on where its newest checkpoint left it (`checkpoint.resume`). Raises ConfigError on user
     errors.

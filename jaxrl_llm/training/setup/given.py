@@ -18,7 +18,7 @@ from jaxrl_llm.models.model import Model, load_model
 from jaxrl_llm.rewards.signatures import reward_name
 
 # TRL's names of arguments, and their names here.
-ALIASES = {"reward_funcs": "rewards", "processing_class": "tokenizer"}
+ALIASES = {"reward_funcs": "rewards", "processing_class": "tokenizer", "environment_factory": "environment"}
 # Arguments of TRL's trainers that have no counterpart among those of `train`, and what takes their place.
 ELSEWHERE = {
     "args": "settings are the first argument, a ConfigDict; `python -m jaxrl_llm migrate SCRIPT` makes one of a script",
@@ -33,7 +33,6 @@ ELSEWHERE = {
     "model_init_kwargs": "they are the settings model.*",
     "model_init": "give model, made already",
     "rollout_func": "name it with environment.rollout_func",
-    "environment_factory": "it is environment here",
     "config": "it is the first argument",
 }
 # Fields of PEFT's LoraConfig that say nothing of what is trained.

@@ -150,11 +150,12 @@ def test_a_configuration_comes_first(config):
 
 def test_the_callers_configuration_stays_as_it_is(config):
     before = config.to_dict()
-    made, given = take(config, {"reward_funcs": [one, [length]]}, LoraConfig(4), **OBJECTS)
+    others = {"reward_funcs": [one, [length]], "environment_factory": dict}
+    made, given = take(config, others, LoraConfig(4), **OBJECTS)
     assert config.to_dict() == before
     assert made.rewards.functions == ("one", "length")
     assert made.lora.rank == 4
-    assert given.rewards == [one, length]
+    assert given.rewards == [one, length] and given.environment is dict
 
 
 def test_a_stream_is_streamed(config):
