@@ -85,7 +85,8 @@ def share_of(mask) -> jax.Array:
     A loss, to which no token adds nothing, reads it through `counted`.
     """
     # Not divided by NaN: XLA takes booleans over a number for 0 where they are false.
-    return jnp.where(mask.any(), mask / jnp.maximum(mask.sum(), 1), jnp.nan)
+    total = mask.sum()
+    return jnp.where(total > 0, mask / jnp.maximum(total, 1), jnp.nan)
 
 
 def side_shares(mask, first, second) -> jax.Array:
