@@ -28,7 +28,7 @@ from jaxrl_llm.data import Row
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.host_memory import return_memory
-from jaxrl_llm.distributed.overlap import overlap_collectives, overlaps
+from jaxrl_llm.distributed.overlap import order_collectives, overlap_collectives, overlaps
 from jaxrl_llm.distributed.turns import yielded
 from jaxrl_llm.models.files.hf import step_folders
 from jaxrl_llm.models.kernels.fused_attention import described
@@ -142,6 +142,7 @@ def train(
     validate(config)
     config = with_correction(config)  # as a run that is gone on with was written down
     overlap_collectives(config.overlap_collectives)
+    order_collectives()  # of processes that a program of the user's has joined
     keep_compiled(config.compilation_cache)
     # Once, for all that is kept in it, and absolute, as a user's function may change the working directory; after the
     # flags above, as it asks for devices.

@@ -1,4 +1,5 @@
-"""Collectives that run while the devices compute, where the compiler has to be asked for that: on TPUs.
+"""Collectives that run while the devices compute, where the compiler has to be asked for that, on TPUs; and in one
+order in all processes, which it has to be asked for on CPUs.
 
 Without these flags the compiler of libtpu 0.0.42 gathers the layers of an fsdp mesh one after another, each before it
 is needed; with them gathers become part of the matmuls beside them. XLA's compiler for GPUs overlaps collectives by
@@ -8,7 +9,7 @@ itself, and CPUs have nothing to overlap.
 import importlib.util
 import os
 
-from jax._src import xla_bridge
+from jax._src import distributed, xla_bridge
 
 TPU_FLAGS = {
     "xla_tpu_enable_async_collective_fusion": "true",
@@ -18,6 +19,10 @@ TPU_FLAGS = {
     "xla_enable_async_all_gather": "true",
 }
 VARIABLE = "LIBTPU_INIT_ARGS"  # libtpu reads it when jax first asks for devices
+# A CPU begins whatever has its inputs: of two collectives that do not wait for each other one process began this one
+# first, and another that one, and both ended. So it computes in the order of the program.
+CPU_FLAG = "xla_cpu_scheduler_type"
+IN_ORDER = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 
 
 def overlap_collectives(wanted: bool) -> None:
@@ -35,3 +40,13 @@ def overlap_collectives(wanted: bool) -> None:
 def overlaps() -> bool:
     """True where the flags were there when libtpu read them, as far as the environment tells."""
     return all(f"--{name}={value}" in os.environ.get(VARIABLE, "") for name, value in TPU_FLAGS.items())
+
+
+def order_collectives() -> None:
+    """Has CPUs of several processes begin their collectives in one order; to GPUs and TPUs the flag says nothing.
+
+    A scheduler that `XLA_FLAGS` names already stays. Nothing changes once jax has asked for devices.
+    """
+    given, alone = os.environ.get("XLA_FLAGS", ""), distributed.global_state.num_processes in (None, 1)
+    if not alone and CPU_FLAG not in given and not xla_bridge.backends_are_initialized():
+        os.environ["XLA_FLAGS"] = f"{given} --{CPU_FLAG}={IN_ORDER}".strip()

@@ -39,6 +39,7 @@ from jaxrl_llm.config.background import is_left_behind
 from jaxrl_llm.config.resolve import exit_code
 from jaxrl_llm.distributed.clusters import VARIABLES, described_cluster, join_cluster, process_spec
 from jaxrl_llm.distributed.orbax import ocp
+from jaxrl_llm.distributed.overlap import order_collectives
 from jaxrl_llm.distributed.rendezvous import ProcessSpec, rendezvous
 from jaxrl_llm.distributed.turns import yielded
 
@@ -150,6 +151,7 @@ def join(config: ConfigDict | None = None, samplers: int = 0) -> None:
         )
     elif not join_cluster(cluster or "", meet_seconds, limits):
         return
+    order_collectives()  # before devices are asked for
     _check_devices()
     own = ProcessSpec(spec.coordinator if spec else cluster or "", jax.process_count(), jax.process_index())
     group = Group(own, check_agreed(agreed_facts(config), START_ALIKE))

@@ -1,9 +1,12 @@
 """The flags of the TPU compiler are set before jax asks for devices, where libtpu is installed, over nobody's own."""
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+from jaxrl_llm.distributed import overlap
 
 SCRIPT = """
 import importlib.machinery, os, sys, types
@@ -55,3 +58,21 @@ def test_flags_of_the_tpu_compiler(monkeypatch, installed, started, given, then)
     script = SCRIPT.replace("INSTALLED", str(installed)).replace("STARTED", str(started))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == [str(given), then], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("count", "started", "given", "then"),
+    [
+        (2, False, "--other=1", "--other=1 --xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"),
+        (2, False, "--xla_cpu_scheduler_type=A", "--xla_cpu_scheduler_type=A"),
+        (2, True, "", ""),
+        (1, False, "", ""),
+        (None, False, "", ""),
+    ],
+)
+def test_cpus_of_several_processes_compute_in_one_order(monkeypatch, count, started, given, then):
+    monkeypatch.setenv("XLA_FLAGS", given)
+    monkeypatch.setattr(overlap.distributed.global_state, "num_processes", count)
+    monkeypatch.setattr(overlap.xla_bridge, "backends_are_initialized", lambda: started)
+    overlap.order_collectives()
+    assert os.environ["XLA_FLAGS"] == then
