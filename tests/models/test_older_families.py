@@ -200,12 +200,12 @@ def test_norms_of_each_head_are_read_and_written(tmp_path):
 
 
 def test_embedding_and_head_that_are_one_may_be_trained_whole_beside_adapters(tmp_path):
-    """GPT-2 calls the embedding wte, and lm_head means it too."""
+    """GPT-2 calls the embedding wte, and lm_head means it too, which is the name by which PEFT ties them."""
     make_oracle("gpt2").save_pretrained(tmp_path)
     model = add_adapters(load_model(tmp_path), LoraConfig(2), jax.random.key(0), modules_to_save=("lm_head",))
     assert model.net.config.lora is not None and model.net.config.lora.saved == ("embed/weight",)
     save_adapter(model, tmp_path / "adapter")
-    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["modules_to_save"] == ["wte"]
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["modules_to_save"] == ["lm_head", "wte"]
     only = AdapterPatterns(layers_to_transform=(1,))
     model = add_adapters(load_model(tmp_path), LoraConfig(2), jax.random.key(0), patterns=only)
     shape = model.net.config.lora
