@@ -22,7 +22,7 @@ def tell_template(chat: dict[str, Any], thinks: bool | None, effort: str | None)
     # `enable_thinking` of Qwen 3, GLM and Gemma 4, `thinking` of DeepSeek V3.1 and Granite, the effort of gpt-oss.
     options = {} if thinks is None else {"enable_thinking": thinks, "thinking": thinks}
     options |= {} if effort is None else {"reasoning_effort": effort}
-    given = chat.get("chat_template_kwargs", {})
+    given = chat.get("chat_template_kwargs") or {}  # null is none
     if options and isinstance(given, Mapping):  # another is refused with the chat
         chat["chat_template_kwargs"] = options | dict(given)
 

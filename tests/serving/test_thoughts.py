@@ -218,8 +218,9 @@ def test_an_effort_of_a_chat_is_told_to_its_template(sorter, effort, told):
     tokenizer = copy.deepcopy(sorter.tokenizer)
     tokenizer.chat_template = "{{ enable_thinking }}|{{ reasoning_effort }}{# <think> #}"
     body = {"messages": MESSAGES, "reasoning_effort": effort}
-    asked = parse(body, True, tokenizer, ["sorter"], (257,), 128, len(tokenizer), 8)
-    assert tokenizer.decode(asked.prompts[0], skip_special_tokens=True) == told
+    for options in ({}, {"chat_template_kwargs": None}):
+        asked = parse(body | options, True, tokenizer, ["sorter"], (257,), 128, len(tokenizer), 8)
+        assert tokenizer.decode(asked.prompts[0], skip_special_tokens=True) == told
     assert body == {"messages": MESSAGES, "reasoning_effort": effort}
 
 
