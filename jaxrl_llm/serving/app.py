@@ -26,6 +26,7 @@ from jaxrl_llm.serving.errors import FAILED, BadRequestError
 from jaxrl_llm.serving.guides import Guides
 from jaxrl_llm.serving.metrics import Metrics
 from jaxrl_llm.serving.queue import RequestQueue, StoppedError
+from jaxrl_llm.serving.thoughts import template_of
 from jaxrl_llm.serving.weights import Adapter
 
 AT_ONCE = 2**16  # bytes of a body that is read as JSON without a thread
@@ -74,7 +75,7 @@ class Server:
         self.queue, self.tokenizer, self.names, self.eos = queue, tokenizer, tuple(names), eos
         self.vocabulary, self.limits, self.api_key = vocabulary, limits, api_key
         self.load, self.load_adapter, self.loading = load, load_adapter, asyncio.Lock()
-        self.template = str(getattr(tokenizer, "chat_template", None) or "")
+        self.template = template_of(tokenizer)
         self.guides = Guides(tokenizer, vocabulary, eos)
         self.metrics, self.created, self.active, self.draining = Metrics(), int(time.time()), 0, False
         self._tiles: list[weakref.ref[Decoded]] = []  # of requests, as long as these are held

@@ -25,7 +25,7 @@ from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.serving.grid import LONGEST_WORD, MOST_BIASES, MOST_ENDS, MOST_PROMPT_TOP, MOST_TOP, MOST_WORDS
 from jaxrl_llm.serving.guides import guide_of
 from jaxrl_llm.serving.prompts import chat_prompt, is_list, text_prompts
-from jaxrl_llm.serving.thoughts import tell_effort
+from jaxrl_llm.serving.thoughts import tell_effort, template_of
 
 MOST_STOPS, LONGEST_STOP = 16, 1024  # stop strings of a request, and their characters
 MOST_COUNT = 10**9  # of what is counted in int32
@@ -193,8 +193,7 @@ def parse(
         tools = _callable_tools(body)
         if (effort := body.get("reasoning_effort")) is not None:
             body = dict(body)
-            template = str(getattr(tokenizer, "chat_template", None) or "")
-            tell_effort(body, effort, template, "reasoning_effort", effort)
+            tell_effort(body, effort, template_of(tokenizer), "reasoning_effort", effort)
         prompt, tiles = chat_prompt(body, tokenizer, render, reader, longest)
         continues = body["messages"][-1]["role"] == "assistant"
         for name, given in {"add_generation_prompt": not continues, "continue_final_message": continues}.items():

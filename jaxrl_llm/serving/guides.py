@@ -16,6 +16,7 @@ from jaxrl_llm.data.templates import called_turn
 from jaxrl_llm.environments.tool_calls import MARKS, PROBE_CALL, PROBE_TOOL
 from jaxrl_llm.rollout.grammar import Grammar, Vocabulary, as_lark, pattern_as_lark
 from jaxrl_llm.serving.errors import BadRequestError
+from jaxrl_llm.serving.thoughts import template_of
 
 MOST_CHARACTERS = 65_536  # of a grammar: a schema of a thousand properties compiles in a sixth of a second
 KEPT = 128  # compiled grammars
@@ -162,7 +163,7 @@ def _calls(tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> str:
 
     Raises ConfigError for a chat template that writes calls otherwise.
     """
-    as_llama, rules = _writes_as_llama(tokenizer, str(getattr(tokenizer, "chat_template", None) or "")), []
+    as_llama, rules = _writes_as_llama(tokenizer, template_of(tokenizer)), []
     for tool in tools:
         function, arguments = tool["function"], "parameters" if as_llama else "arguments"
         schema = _moved(function.get("parameters") or {"type": "object"}, f"#/properties/{arguments}")

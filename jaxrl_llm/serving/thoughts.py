@@ -12,6 +12,11 @@ HEADERS = {"<|end|>": "<|start|>assistant<|channel|>final<|message|>"}
 EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
+def template_of(tokenizer: Any) -> str:
+    """The chat template of a tokenizer, empty where it has none."""
+    return str(getattr(tokenizer, "chat_template", None) or "")
+
+
 def can_think(template: str) -> bool:
     """True where a chat template has thoughts of the model."""
     return any(mark in template for pair in THINKING.items() for mark in pair if mark not in HEADERS)
