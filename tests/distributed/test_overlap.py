@@ -65,6 +65,7 @@ def test_flags_of_the_tpu_compiler(monkeypatch, installed, started, given, then)
     [
         (2, False, "--other=1", "--other=1 --xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"),
         (2, False, "--xla_cpu_scheduler_type=A", "--xla_cpu_scheduler_type=A"),
+        (2, False, "of_mine.txt", "of_mine.txt"),
         (2, True, "", ""),
         (1, False, "", ""),
         (None, False, "", ""),
@@ -76,3 +77,14 @@ def test_cpus_of_several_processes_compute_in_one_order(monkeypatch, count, star
     monkeypatch.setattr(overlap.xla_bridge, "backends_are_initialized", lambda: started)
     overlap.order_collectives()
     assert os.environ["XLA_FLAGS"] == then
+
+
+def test_a_library_without_the_flag_gets_none(monkeypatch, tmp_path):
+    """With it such a process would end: "Unknown flags in XLA_FLAGS"."""
+    (tmp_path / "libjax_common.so").write_bytes(b"xla_cpu_scheduler_type of other values")
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(overlap.jaxlib, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(overlap.distributed.global_state, "num_processes", 2)
+    monkeypatch.setattr(overlap.xla_bridge, "backends_are_initialized", lambda: False)
+    overlap.order_collectives()
+    assert os.environ["XLA_FLAGS"] == ""
