@@ -2386,6 +2386,23 @@ def test_what_public_examples_often_have(tmp_path):
     expect(config, lora={"targets": ("q_proj", "v_proj")}, data={"chat_template": "{{ messages }}"})
 
 
+def test_the_load_balancing_loss_of_trl(tmp_path):
+    """TRL 1.16 takes the coefficient of config.json in the trainers that have a key for it, else none."""
+
+    def coefficient(trainer, **more):
+        said = {"output_dir": "o", "model_name_or_path": "Qwen/Qwen3-30B-A3B", "max_steps": 4}
+        version = more.pop("version", "")
+        config, _ = migrate(written(tmp_path, "a.json", said | more), trainer=trainer, devices=1, version=version)
+        return config.model.router_aux_loss_coef
+
+    assert [coefficient(trainer) for trainer in ("sft", "dpo", "kto", "grpo", "rloo", "asyncgrpo")] == [None] * 6
+    assert [coefficient(trainer) for trainer in ("reward", "cpo", "tpo", "gmpo", "onlinedpo")] == [0.0] * 5
+    assert coefficient("grpo", version="0.16") == 0.0
+    assert coefficient("sft", router_aux_loss_coef=0.01) == 0.01
+    assert coefficient("dpo", router_aux_loss_coef=0.0) == 0.0
+    assert coefficient("cpo", model_init_kwargs={"output_router_logits": True}) is None
+
+
 def test_parameters_that_are_matrices_of_experts(tmp_path):
     """PEFT's target_parameters, of TRL's arguments, a LoraConfig in a script, and axolotl; a router has no adapter."""
     parameters = ["mlp.experts.gate_up_proj", "feed_forward.experts.down_proj"]
@@ -2659,6 +2676,12 @@ def test_rows_are_counted_in_a_file_that_is_here(tmp_path):
     said = {"output_dir": "o", "dataset_name": str(rows), "num_train_epochs": 2, "per_device_train_batch_size": 8}
     config, _ = migrate(written(tmp_path, "a.json", said), trainer="sft", devices=1)
     assert config.total_steps == 6  # 20 rows are three batches of at most 8
+    full = said | {"dataloader_drop_last": True}
+    config, text = migrate(written(tmp_path, "b.json", full), trainer="sft", devices=1)
+    assert config.total_steps == 4 and "dataloader_drop_last = True: part of total_steps" in text
+    accumulated = full | {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3}
+    config, _ = migrate(written(tmp_path, "c.json", accumulated), trainer="sft", devices=2)
+    assert config.total_steps == 2  # of three passes of six rows
 
 
 def test_the_steps_of_packed_rows_are_counted_by_the_run(tmp_path):

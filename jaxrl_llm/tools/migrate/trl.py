@@ -10,6 +10,7 @@ from jaxrl_llm.tools.migrate.table import defaults
 from jaxrl_llm.tools.migrate.trl_settings import NAMES
 
 VERSIONS = ("1.16", "0.16")  # newest first
+BALANCED = ("sft", "dpo", "kto", "grpo", "rloo", "asyncgrpo")  # by the coefficient in the model's config.json
 
 
 def convert(source: Source, options: Options) -> Draft:
@@ -58,6 +59,9 @@ def apply(draft: Draft, trainer: str, options: Options) -> Draft:
         draft.use("num_processes", "num_machines")
     else:
         draft.check("one device is assumed: TRL counts batches per device, so add --devices=N if there were more")
+    balanced = draft.source.library == "trl" and trainer in BALANCED and options.version != "0.16"
+    if balanced and not draft.sets(key := "router_aux_loss_coef"):
+        draft.set_none("model.router_aux_loss_coef", key)
     updates = RULES[trainer](draft, trainer, devices or 1)
     trl_run.length(draft, trainer, updates, options)
     if draft.sets("BEMACallback"):
