@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.families import rotary
 from jaxrl_llm.models.families.entries import number, positive, refuse, renamed
-from jaxrl_llm.models.files import bitsandbytes, block_fp8
+from jaxrl_llm.models.files import quantized
 from jaxrl_llm.models.model_config import ModelConfig
 
 
@@ -183,9 +183,7 @@ def to_config(
     are the names of `hidden_act` that the family may have, `rope` are arguments of `rotary.read`.
     Raises ConfigError for an entry that is missing or that the network does not compute, and an unknown override.
     """
-    if hf.get("quantization_config") and not bitsandbytes.is_stored(hf) and block_fp8.block_of(hf) is None:
-        supported = "bitsandbytes, fp8 and mxfp8, and unquantized float32, bfloat16 and float16 weights"
-        refuse("quant_method of quantization_config", hf["quantization_config"].get("quant_method"), supported)
+    quantized.check(quantized.entry_of(hf))
     if hf.get("use_bidirectional_attention"):
         refuse("use_bidirectional_attention", hf["use_bidirectional_attention"], "causal attention (null)")
     sizes = {field: positive(hf, entry) for field, entry in SIZES.items()}

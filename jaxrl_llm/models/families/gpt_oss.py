@@ -47,8 +47,6 @@ THETA = 150_000.0
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = with_rope(DEFAULTS | hf)
-    if (hf.get("quantization_config") or {}).get("quant_method") == "mxfp4":
-        hf["quantization_config"] = None
     own = {
         **decoder.attention_biases(hf),
         "attention_sinks": True,

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.files import scaled
 
 METHOD = "bitsandbytes"  # the quant_method of config.json
 STATE = ".quant_state.bitsandbytes__"
@@ -81,35 +82,6 @@ class Matrices:
         return numbers.reshape(-1, *self.state["shape"][1:])[(slice(None), *index[1:])]
 
 
-class Integers:
-    """A matrix of 8 bits, sliced like a tensor of safetensors."""
-
-    def __init__(self, codes: Any, scales: Any):
-        self.codes, self.scales = codes, scales
-
-    def get_slice(self, name: str) -> "Integers":
-        """The matrix itself, which stands in for the file of its tensor `name`."""
-        return self
-
-    def get_shape(self) -> list[int]:
-        """`[out, in]`."""
-        return self.codes.get_shape()
-
-    def get_dtype(self) -> str:
-        """The type that codes and scales are multiplied in."""
-        return "F32"
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """The slice `[outputs, inputs]`."""
-        codes, scales = np.asarray(self.codes[index], np.float32), np.asarray(self.scales[index[:1]], np.float32)
-        return codes * (scales * np.float32(1 / 127))[:, None]
-
-
-def is_stored(hf: dict[str, Any]) -> bool:
-    """True where config.json says that bitsandbytes has quantised the matrices, or does as it reads them."""
-    return (hf.get("quantization_config") or {}).get("quant_method") == METHOD
-
-
 def with_matrices(where: dict[str, Any]) -> dict[str, Any]:
     """The files of tensors by name, with matrices in the place of codes, scales and what else belongs to them.
 
@@ -133,7 +105,8 @@ def with_matrices(where: dict[str, Any]) -> dict[str, Any]:
         elif name.endswith(".weight") and where[name].get_slice(name).get_dtype() == "I8":
             module = name.removesuffix("weight")
             if module + SCALES in where:
-                scales = found.pop(module + SCALES).get_slice(module + SCALES)
+                largest, codes = found.pop(module + SCALES).get_tensor(module + SCALES), where[name].get_slice(name)
                 found.pop(module + FORMAT, None)
-                found[name] = Integers(where[name].get_slice(name), scales)
+                scales = largest.astype(np.float32)[:, None] * np.float32(1 / 127)
+                found[name] = scaled.Matrices(codes, scales, (1, codes.get_shape()[1]))
     return found

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.families import FAMILIES, family_for, family_of, llava, rotary
 from jaxrl_llm.models.families.decoder import DTYPES, LAYER, settings
-from jaxrl_llm.models.files import block_fp8, remote, safetensors, text_part
+from jaxrl_llm.models.files import quantized, remote, safetensors, text_part
 from jaxrl_llm.models.net import Net, Params
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"
@@ -135,7 +135,7 @@ def read_config(folder: str | os.PathLike[str], entries: Mapping[str, Any] | Non
         raise ConfigError(f"{folder} has no config.json: it is not a Hugging Face model folder.")
     config = text_part.entries_of(config)
     if config.get("model_type") in llava.TIED_BY_FILES and config.get("tie_word_embeddings") is None:
-        tied = safetensors.head_is_embedding(Path(folder))
+        tied = safetensors.head_is_embedding(Path(folder), quantized.entry_of(config))
         config |= {} if tied is None else {"tie_word_embeddings": tied}
     if entries and isinstance(config.get("text_config"), dict):  # of a model whose vision part is read too
         return {**config, "text_config": rotary.overridden(config["text_config"], entries)}
@@ -284,7 +284,7 @@ def load(
 
 
 def _opened(folder: Path, hf: dict[str, Any], stack: contextlib.ExitStack, allow_pickle: bool) -> safetensors.Files:
-    files = safetensors.Files(folder, stack, allow_pickle, block_fp8.block_of(hf))
+    files = safetensors.Files(folder, stack, allow_pickle, quantized.entry_of(hf))
     if "text_part_of" in hf:
         files.where = text_part.tensors_of(files.where)
     return files
@@ -369,7 +369,10 @@ def _exported_config(net: Net, family, hf_config: dict[str, Any] | None, dtype: 
     config = net.config
     hf = family.from_config(config, hf_config)
     # Matrices are written as numbers, a text part as a model of its own, and no code that auto_map would name.
-    hf = {name: x for name, x in hf.items() if name not in ("quantization_config", "text_part_of", "auto_map")}
+    left_out = ("quantization_config", "text_part_of", "auto_map")
+    hf = {name: x for name, x in hf.items() if name not in left_out}
+    if isinstance(hf.get("text_config"), dict):
+        hf["text_config"] = {name: x for name, x in hf["text_config"].items() if name not in left_out}
     hf["dtype"] = dtype or config.param_dtype
     if hf["dtype"] not in DTYPES:
         raise ConfigError(f"dtype = {dtype!r} is not one of {', '.join(DTYPES)}.")

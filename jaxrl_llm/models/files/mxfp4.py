@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrl_llm.config import ConfigError
 
+METHOD = "mxfp4"  # the quant_method of config.json
 BLOCK = 32  # numbers of one scale
 SUFFIXES = ("_blocks", "_scales")
 FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], np.float32)

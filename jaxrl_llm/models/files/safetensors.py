@@ -20,8 +20,9 @@ from safetensors.numpy import save_file
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import gathered, parameter_spec, path_name, shardings
 from jaxrl_llm.models.adapters.lora import merged_kernel, overlaid, with_shared
-from jaxrl_llm.models.files import bitsandbytes, block_fp8, mxfp4
+from jaxrl_llm.models.files import quantized
 from jaxrl_llm.models.files.pickles import PickleFile
+from jaxrl_llm.models.files.scaled import Matrices
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.models.quantize import PARTS, quantize
@@ -165,7 +166,7 @@ VERL_SHARDS = ("model_world_size_*", "../model_world_size_*", "actor/model_world
 class Files:
     """The open weight files of a folder, and which of them holds each tensor: safetensors, or pickles where allowed.
 
-    `block` is that of matrices in fp8, see block_fp8.py.
+    `quantization` is the quantization_config of config.json, empty without one.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class Files:
         folder: Path,
         stack: contextlib.ExitStack,
         allow_pickle: bool = False,
-        block: tuple[int, int] | None = None,
+        quantization: Mapping[str, Any] | None = None,
     ):
         self.folder = folder
         kinds = KINDS_OF_FILES if allow_pickle else KINDS_OF_FILES[:1]
@@ -194,8 +195,7 @@ class Files:
             self.where |= dict.fromkeys(handle.keys(), handle)
             files |= dict.fromkeys(handle.keys(), folder / name)
         held = set(self.where)
-        stored = bitsandbytes.with_matrices(mxfp4.with_matrices(self.where))
-        self.where = block_fp8.with_matrices(stored, files, block)
+        self.where = quantized.with_matrices(self.where, files, dict(quantization or {}))
         if lost := sorted(set(named) - held):
             raise ConfigError(f"{folder / index_name} names tensors that no file holds: {some(lost)}.")
 
@@ -233,7 +233,8 @@ class Files:
             raise ConfigError(f"{self.folder} lacks tensors that the model needs: {some(missing)}.")
         known = {*wanted, *ignored}
         spare = [name for name in self.where if name not in known and not IGNORED.search(name)]
-        if spare:
+        # AutoGPTQ gives each matrix a bias: zeros, where the model has none.
+        if spare := [name for name in spare if not self._is_zero_bias(name)]:
             raise ConfigError(f"{self.folder} holds tensors that config.json gives no place to: {some(sorted(spare))}.")
         for name, tensor in wanted.items():
             found = self.where[name].get_slice(name)
@@ -246,6 +247,13 @@ class Files:
                 raise ConfigError(
                     f"{self.folder}: tensor {name} has dtype {found.get_dtype()}, supported are {', '.join(FLOATS)}."
                 )
+
+    def _is_zero_bias(self, name: str) -> bool:
+        module, is_bias, _ = name.rpartition(".bias")
+        if not is_bias or (weight := f"{module}.weight") not in self.where:
+            return False
+        is_quantized = isinstance(self.where[weight].get_slice(weight), Matrices)
+        return is_quantized and not self.where[name].get_slice(name)[:].any()
 
     def read(self, tensor: Stored, index: tuple[slice, ...], dtype) -> np.ndarray:
         """The slice `index` (in the parameter's orientation) of a tensor, as a fresh array.
@@ -290,12 +298,15 @@ class Files:
         return None if same else heads[0]
 
 
-def head_is_embedding(folder: Path) -> bool | None:
-    """True where the safetensors in a folder hold no head, or one that is the embedding; None where there are none."""
+def head_is_embedding(folder: Path, quantization: Mapping[str, Any]) -> bool | None:
+    """True where the safetensors in a folder hold no head, or one that is the embedding; None where there are none.
+
+    `quantization` is that of `Files`.
+    """
     if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
         return None
     with contextlib.ExitStack() as stack:
-        files = Files(folder, stack)
+        files = Files(folder, stack, quantization=quantization)
         embedding = next((name for name in files.where if name.endswith("embed_tokens.weight")), "")
         return files.head_beside(embedding) is None
 

@@ -117,7 +117,7 @@ def test_any_slice_of_a_matrix(quantized):
     file = folder / "model.safetensors"
     with safe_open(file, "numpy") as handle:
         where = dict.fromkeys(handle.keys(), handle)
-        found = block_fp8.with_matrices(where, dict.fromkeys(where, file), (8, 8))
+        found = block_fp8.with_matrices(where, dict.fromkeys(where, file), QUANTIZED)
         for name in [name for name in tensors if name + "_scale_inv" in tensors]:
             matrix, expected = found[name].get_slice(name), numbers(tensors, name)
             assert matrix.get_shape() == list(expected.shape)
@@ -129,7 +129,7 @@ def test_any_slice_of_a_matrix(quantized):
     ("changed", "message"),
     [
         ({"weight_block_size": [128]}, r"weight_block_size = \[128\] is not supported; supported: two integers from 1"),
-        ({"quant_method": "compressed-tensors"}, "quant_method .* = 'compressed-tensors' .* fp8 and mxfp8, and"),
+        ({"quant_method": "quark"}, "quant_method .* = 'quark' .* fp8, mxfp8, .* and float32"),
     ],
 )
 def test_other_fp8_is_refused(quantized, tmp_path, changed, message):

@@ -267,7 +267,7 @@ CONFIG_FAULTS = {
         {"model_type": ["llama"]},
         r"model_type = \['llama'\] is not supported; supported: a text",
     ),
-    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quant_method of quantization_config = 'gptq'"),
+    "quantized": ({"quantization_config": {"quant_method": "hqq"}}, "quant_method of quantization_config = 'hqq'"),
     "architecture": (
         {"architectures": ["LlamaForQuestionAnswering"]},
         "LlamaForQuestionAnswering.*LlamaForCausalLM",

@@ -1,0 +1,193 @@
+"""Matrices of codes of which a scale, and maybe a zero point, for each block makes numbers: read slice by slice.
+
+It is what the formats of bitsandbytes.py, block_fp8.py, compressed_tensors.py and gptq.py have in common.
+"""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxrl_llm.config import ConfigError
+
+# Types of 8 bits that safetensors gives NumPy no arrays of.
+FLOATS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
+
+
+class Matrices:
+    """A matrix, or a stack of them, sliced like a tensor of safetensors: (code - zero) * scale, in fp32.
+
+    `codes` are `[..., out, in]`; `scales` and `zeros` `[..., out/n, in/m]` are of blocks of n x m numbers, smaller at
+    the ends. With `groups` [in], an input has the scales and zeros of that column, wherever it is. Codes, scales and
+    zeros may be tensors of files, which are read as they are sliced.
+    """
+
+    def __init__(
+        self, codes: Any, scales: Any, block: tuple[int, int], zeros: Any = None, groups: np.ndarray | None = None
+    ):
+        self.codes, self.scales, self.block, self.zeros, self.groups = codes, scales, block, zeros, groups
+
+    def get_slice(self, name: str) -> "Matrices":
+        """The matrix itself, which stands in for the file of its tensor `name`."""
+        return self
+
+    def get_shape(self) -> list[int]:
+        """`[..., out, in]`."""
+        return list(shape_of(self.codes))
+
+    def get_dtype(self) -> str:
+        """The type that numbers and scales are multiplied in."""
+        return "F32"
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """The slice `[..., outputs, inputs]`, of which blocks that are needed in part have their scales read whole."""
+        index = bounded(index, self.get_shape())
+        ends = list(zip(index[-2:], self.block, strict=True))
+        blocks = [slice(at.start // n, -(-at.stop // n)) for at, n in ends]
+        own = [np.arange(at.start, at.stop) // n - at.start // n for at, n in ends]
+        if self.groups is not None:
+            blocks[1], own[1] = slice(None), self.groups[index[-1]]
+
+        def each(x: Any) -> np.ndarray:
+            x = np.asarray(x[(*index[:-2], *blocks)]).astype(np.float32)
+            return np.take(np.take(x, own[0], -2), own[1], -1)
+
+        numbers = np.asarray(self.codes[index]).astype(np.float32)
+        if self.zeros is not None:
+            numbers -= each(self.zeros)
+        return numbers * each(self.scales)
+
+
+class Packed:
+    """A matrix `[out, in]` of codes of few bits, k in a word of `words`, `[out, in/k]`, or `[out/k, in]` with axis 0.
+
+    Slices of it are in fp32: `levels` [2^bits] are the numbers of the codes. The codes of a word are of numbers next to
+    each other, the first in the lowest bits or, with `places` [k], each in that place. `added` is added to words before
+    they are taken apart, with carries.
+    """
+
+    def __init__(
+        self,
+        words: Any,
+        shape: Sequence[int],
+        levels: np.ndarray,
+        axis: int = 1,
+        places: Sequence[int] | None = None,
+        added: int = 0,
+    ):
+        self.words, self.shape, self.levels, self.axis, self.added = words, tuple(shape), levels, axis, added
+        self.bits = len(levels).bit_length() - 1
+        self.places = places
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """The slice `[outputs, inputs]`, for which words that it needs a part of are read whole."""
+        at = bounded(index, self.shape)
+        own = at[self.axis]
+        count = WORD_BITS[self.words.get_dtype()] // self.bits
+        first = own.start // count
+        at = [*at]
+        at[self.axis] = slice(first, -(-own.stop // count))
+        words = np.asarray(self.words[tuple(at)])
+        words = (words if self.axis else words.T).view(f"u{words.itemsize}")
+        words = words + words.dtype.type(self.added)
+        shifts = np.asarray(self.places or range(count), words.dtype) * words.dtype.type(self.bits)
+        codes = words[..., None] >> shifts & words.dtype.type(len(self.levels) - 1)
+        codes = codes.reshape(len(words), words.shape[1] * count)
+        codes = codes[:, own.start - first * count : own.stop - first * count]
+        return self.levels[codes if self.axis else codes.T]
+
+
+class Transposed:
+    """A matrix of a file with rows for columns, sliced like it."""
+
+    def __init__(self, matrix: Any):
+        self.matrix = matrix
+
+    def get_shape(self) -> list[int]:
+        """`[columns, rows]`."""
+        return self.matrix.get_shape()[::-1]
+
+    def get_dtype(self) -> str:
+        """The type of its numbers."""
+        return self.matrix.get_dtype()
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        """The slice `[columns, rows]`."""
+        return np.asarray(self.matrix[index[::-1]]).T
+
+
+WORD_BITS = {"I32": 32, "U8": 8}  # by the types of words
+
+
+def bounded(index: tuple[slice, ...], shape: Sequence[int]) -> tuple[slice, ...]:
+    """The slices with a start and an end each, of an array of that shape."""
+    return tuple(slice(*part.indices(size)) for part, size in zip(index, shape, strict=True))
+
+
+def shape_of(x: Any) -> tuple[int, ...]:
+    """The shape of an array, or of a tensor of a file."""
+    return tuple(x.shape if hasattr(x, "shape") else x.get_shape())
+
+
+def opener(where: dict[str, Any], files: dict[str, Path]) -> Callable[..., Any]:
+    """A function that gives a tensor by its name, to be sliced; with `exponents`, bytes are those of powers of two.
+
+    `where` are the files by names of tensors, and `files` their paths: floats of 8 bits are mapped into memory.
+    """
+    headers: dict[Path, tuple[int, dict[str, Any]]] = {}
+
+    def tensor(name: str, exponents: bool = False) -> Any:
+        found = where[name].get_slice(name)
+        dtype = {**FLOATS, "U8": FLOATS["F8_E8M0"] if exponents else None}.get(found.get_dtype())
+        if dtype is None:
+            return found if len(found.get_shape()) > 1 else where[name].get_tensor(name)
+        if files[name] not in headers:
+            with files[name].open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                headers[files[name]] = 8 + size, json.loads(file.read(size))
+        start, header = headers[files[name]]
+        entry = header[name]
+        return np.memmap(files[name], dtype, "r", start + entry["data_offsets"][0], tuple(entry["shape"]))
+
+    return tensor
+
+
+def blocked(
+    name: str,
+    codes: Any,
+    scales_name: str,
+    scales: Any,
+    usual: Sequence[tuple[int, int]],
+    said: str,
+    zeros: Any = None,
+    groups: np.ndarray | None = None,
+) -> Matrices:
+    """The matrix `name`, with scales of the whole, of blocks that are among the `usual` ones or, as some matrices may
+    have others than the rest, of blocks that divide it evenly.
+
+    Raises ConfigError, with what is `said` of blocks in config.json, for scales of none, and for zeros of other blocks.
+    """
+    shape, grid = shape_of(codes), shape_of(scales)
+    if zeros is not None and shape_of(zeros) != grid:
+        raise ConfigError(
+            f"tensor {name} has zero points of shape {shape_of(zeros)} and scales {scales_name} of shape {grid}, but "
+            "each scale has a zero point: the file is damaged"
+        )
+    if len(shape) == 2 and math.prod(grid) == 1:
+        one = [x if x is None else np.reshape(x[(slice(None),) * len(grid)], (1, 1)) for x in (scales, zeros)]
+        return Matrices(codes, one[0], (shape[0], shape[1]), one[1])
+    if len(grid) == len(shape) and grid[:-2] == shape[:-2]:
+        sizes = list(zip(shape[-2:], grid[-2:], strict=True))
+        for block in usual:
+            if all(-(-size // n) == count for (size, count), n in zip(sizes, block, strict=True)):
+                return Matrices(codes, scales, block, zeros, groups)
+        if all(count and size % count == 0 for size, count in sizes):
+            return Matrices(codes, scales, (shape[-2] // grid[-2], shape[-1] // grid[-1]), zeros, groups)
+    raise ConfigError(
+        f"tensor {name} of shape {shape} has scales {scales_name} of shape {grid}, which are of no blocks of it "
+        f"({said})"
+    )

@@ -1,0 +1,167 @@
+"""Matrices in the formats of GPTQ and AWQ, packed by hand."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.files import gptq
+from jaxrl_llm.models.model import load_model, save_hf
+from tests.models.oracles import make_oracle, oracle_logits
+
+torch = pytest.importorskip("torch")
+TOKENS = np.random.default_rng(0).integers(0, 97, (1, 9))
+GROUP = 16
+# quant_method, bits, whether groups are of inputs in any order, and other entries of quantization_config.
+KINDS = {
+    "gptq": ("gptq", 4, False, {"checkpoint_format": "gptq"}),
+    "gptq ordered": ("gptq", 4, True, {"desc_act": True, "sym": False}),
+    "gptq_v2": ("gptq", 4, True, {"format": "gptq_v2"}),
+    "gptq of 8 bits": ("gptq", 8, False, {"dynamic": {"+:.*q_proj": {"bits": 8}}}),
+    "gptq of 2 bits": ("gptq", 2, False, {"sym": False}),
+    "awq": ("awq", 4, False, {"version": "gemm", "zero_point": True}),
+}
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each place in a word, as AutoAWQ's `order_map`
+
+
+def in_words(codes, bits, order=None, less=False):
+    """Codes `[rows, n]` in words of 32 bits, one by one; with `less`, each is less by one, as whole words are."""
+    count = 32 // bits
+    words = np.zeros((len(codes), codes.shape[1] // count), np.int64)
+    for row, word in np.ndindex(words.shape):
+        for place in range(count):
+            words[row, word] += int(codes[row, word * count + (order or range(count))[place]] - less) << (bits * place)
+    return (words % 2**32).astype(np.uint32).view(np.int32)
+
+
+def stored(module, matrix, kind, draw):
+    """The tensors of a matrix `[out,in]` in a format, whose numbers are drawn, and these numbers, one by one."""
+    method, bits, is_ordered, entry = KINDS[kind]
+    outputs, inputs = matrix
+    count = inputs // GROUP
+    codes = draw.integers(0, 2**bits, (outputs, inputs))
+    zeros = draw.integers(0, 2**bits, (outputs, count))  # zeros of 0 among them, whose -1 borrows from the next
+    scales = draw.uniform(0.01, 0.02, (outputs, count)).astype(np.float16)
+    order = np.arange(inputs) // GROUP
+    order = draw.permutation(order) if is_ordered else order
+    numbers = np.empty((outputs, inputs), np.float32)
+    for o, i in np.ndindex(numbers.shape):
+        numbers[o, i] = np.float32(codes[o, i] - zeros[o, order[i]]) * np.float32(scales[o, order[i]])
+    if method == "awq":
+        words = {"qweight": in_words(codes.T, 4, AWQ_ORDER), "qzeros": in_words(zeros.T, 4, AWQ_ORDER)}
+    else:
+        less = entry.get("format") != "gptq_v2"
+        words = {"qweight": in_words(codes, bits).T, "qzeros": in_words(zeros.T, bits, less=less)}
+        words |= {"g_idx": order.astype(np.int32)}
+    tensors = {f"{module}.{part}": np.ascontiguousarray(x) for part, x in (words | {"scales": scales.T}).items()}
+    return tensors, numbers
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def quantized(request, tmp_path_factory):
+    """A folder whose linear maps are quantised, the oracle with their numbers, and these by name."""
+    folder, draw = tmp_path_factory.mktemp("gptq"), np.random.default_rng(1)
+    oracle = make_oracle("qwen3")
+    oracle.save_pretrained(folder)
+    tensors, numbers = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        own, numbers[name] = stored(name.removesuffix(".weight"), tensors.pop(name).shape, request.param, draw)
+        tensors |= own
+    save_file(tensors, folder / "model.safetensors")
+    oracle.load_state_dict({name: torch.tensor(x) for name, x in numbers.items()}, strict=False)
+    method, bits, _, entry = KINDS[request.param]
+    described(folder, {"quant_method": method, "bits": 4 if "dynamic" in entry else bits, "group_size": GROUP, **entry})
+    return folder, oracle, numbers
+
+
+def described(folder, entry):
+    """Writes the quantization_config of a folder."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": entry}))
+
+
+def test_a_quantised_model_is_read_as_numbers(quantized, tmp_path):
+    folder, oracle, _ = quantized
+    model = load_model(folder)
+    np.testing.assert_allclose(model(TOKENS), oracle_logits(oracle, TOKENS), atol=2e-5)
+    save_hf(model, tmp_path / "out")
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    np.testing.assert_array_equal(load_model(tmp_path / "out")(TOKENS), model(TOKENS))
+
+
+def test_any_slice_of_a_matrix(quantized):
+    """Devices of a mesh read their parts, whatever words and groups these begin and end in."""
+    folder, _, numbers = quantized
+    entry = json.loads((folder / "config.json").read_text())["quantization_config"]
+    with safe_open(folder / "model.safetensors", "numpy") as handle:
+        found = gptq.with_matrices(dict.fromkeys(handle.keys(), handle), entry)
+        assert not [name for name in found if name.endswith(("qweight", "qzeros", "scales", "g_idx"))]
+        for name, expected in numbers.items():
+            matrix = found[name].get_slice(name)
+            assert matrix.get_shape() == list(expected.shape)
+            for at in np.s_[:, :], np.s_[3:11, 5:6], np.s_[8:16, 2:], np.s_[9:, :8], np.s_[4:4, :], np.s_[:, 4:4]:
+                np.testing.assert_array_equal(matrix[at], expected[at])
+
+
+def test_biases_of_zeros_are_none(tmp_path):
+    """AutoGPTQ gives each matrix a bias; other numbers than zeros have no place."""
+    folder, draw = tmp_path, np.random.default_rng(2)
+    make_oracle("qwen3").save_pretrained(folder)
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.0.mlp.up_proj"
+    own, _ = stored(name, tensors.pop(f"{name}.weight").shape, "gptq", draw)
+    described(folder, {"quant_method": "gptq", "bits": 4, "group_size": GROUP})
+    save_file(tensors | own, folder / "model.safetensors")
+    expected = np.asarray(load_model(folder)(TOKENS))
+    bias = np.zeros(48, np.float16)
+    save_file(tensors | own | {f"{name}.bias": bias}, folder / "model.safetensors")
+    np.testing.assert_array_equal(load_model(folder)(TOKENS), expected)
+    bias[3] = 1
+    save_file(tensors | own | {f"{name}.bias": bias}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"config.json gives no place to: {name}.bias"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda x: x.pop("x.scales"), "lacks tensors that belong to x.weight: x.scales"),
+        (
+            lambda x: x.update({"x.qzeros": np.tile(x["x.qzeros"], (1, 3))[:, :3]}),
+            r"shapes \[4, 16\], \[2, 16\], \[2, 3\], .* 2 or 4 or 8",
+        ),
+        (
+            lambda x: x.update({"x.qweight": x["x.qweight"][:, :8]}),
+            r"shapes \[4, 8\], \[2, 16\], \[2, 2\], .* no matrix",
+        ),
+        (lambda x: x.update({"x.g_idx": x["x.g_idx"] + 1}), "x.g_idx names no group, of 2, for each of 32 inputs"),
+        (lambda x: x.update({"x.g_idx": x["x.g_idx"][:8]}), "x.g_idx names no group, of 2, for each of 32 inputs"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(tmp_path, changed, message):
+    tensors, _ = stored("x", (16, 32), "gptq", np.random.default_rng(4))
+    changed(tensors)
+    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, tmp_path / "x")
+    with safe_open(tmp_path / "x", "numpy") as handle, pytest.raises(ConfigError, match=message):
+        gptq.with_matrices(dict.fromkeys(handle.keys(), handle), {"quant_method": "gptq", "group_size": 16})
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"bits": 3}, "bits of quantization_config, of gptq, = 3 is not supported; supported: 2, 4, 8"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format .*, of gptq, = 'marlin' .* gptq, gptq_v2"),
+        ({"is_marlin_format": True}, "is_marlin_format of quantization_config = True"),
+        ({"quant_method": "awq", "bits": 8}, "bits of quantization_config, of awq, = 8 .* supported: 4"),
+        ({"quant_method": "awq", "version": "gemv"}, "version .*, of awq, = 'gemv' .* supported: gemm"),
+        ({"quant_method": "awq", "backend": "llm-awq"}, "backend of quantization_config = 'llm-awq'"),
+        ({"quant_method": "aqlm"}, "quant_method .* = 'aqlm' .* gptq, awq, bitsandbytes, compressed-tensors, fp8"),
+    ],
+)
+def test_other_formats_are_refused(tmp_path, entry, message):
+    make_oracle("qwen3").config.save_pretrained(tmp_path)
+    described(tmp_path, {"quant_method": "gptq", "bits": 4, **entry})
+    with pytest.raises(ConfigError, match=message):
+        load_model(tmp_path)
