@@ -6,8 +6,6 @@ from typing import Any
 from jaxrl_llm.models.families.entries import refuse
 from jaxrl_llm.models.files import bitsandbytes, block_fp8, compressed_tensors, gptq, mxfp4
 
-METHODS = (*gptq.FORMATS, bitsandbytes.METHOD, compressed_tensors.METHOD, *block_fp8.METHODS, mxfp4.METHOD)
-
 
 def entry_of(hf: dict[str, Any]) -> dict[str, Any]:
     """The quantization_config of config.json, of the whole or of its text part, as Kimi K2.5 has it; empty without."""
@@ -18,8 +16,9 @@ def entry_of(hf: dict[str, Any]) -> dict[str, Any]:
 def check(entry: dict[str, Any]) -> None:
     """Raises ConfigError for a quantization_config of matrices that are not read."""
     method = entry.get("quant_method")
-    if entry and method not in METHODS:
-        supported = f"{', '.join(METHODS)}, and float32, bfloat16 and float16 without a quantization_config"
+    known = (*gptq.FORMATS, bitsandbytes.METHOD, compressed_tensors.METHOD, *block_fp8.METHODS, mxfp4.METHOD)
+    if entry and method not in known:
+        supported = f"{', '.join(known)}, and float32, bfloat16 and float16 without a quantization_config"
         refuse("quant_method of quantization_config", method, supported)
     if method == compressed_tensors.METHOD:
         compressed_tensors.check(entry)
