@@ -38,6 +38,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from jaxrl_llm.rewards.concurrency import DEADLINE
 from jaxrl_llm.rewards.sandbox import Limits, missing_walls, run_program, run_tests
 from jaxrl_llm.rewards.signatures import RewardError, shorten, text_of
 
@@ -92,11 +93,11 @@ def code_tests(
     program that is tested by calls of a function may use List, deque, math and the like (GIVEN) without importing them.
     Raises RewardError: tests that have none of the forms of this module, a limit that is not above 0.
     """
-    limits = Limits(seconds, memory_mb, processes)
+    limits = Limits(seconds, memory_mb, processes, deadline=DEADLINE.get())
     _check_walls(require_walls)
     parsed = [None if test is None else _parse(row, test, _entry_point(columns, row)) for row, test in enumerate(tests)]
     sources = [program_of(text_of(completion)) for completion in completions]
-    with ThreadPoolExecutor(at_once or os.cpu_count() or 1) as threads:
+    with ThreadPoolExecutor(at_once or os.cpu_count() or 1, "programs") as threads:
         return list(threads.map(functools.partial(_share, limits=limits, partial=partial), sources, parsed))
 
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import contextvars
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -67,7 +69,7 @@ class CombinedGrader:
 
         def apart(function: Callable[[], Any]) -> asyncio.Future[Any]:
             # Not asyncio.to_thread, whose threads are few and keep the process alive: a grader may hang.
-            return asyncio.wrap_future(in_thread(function, "reward"))
+            return asyncio.wrap_future(in_thread(functools.partial(contextvars.copy_context().run, function), "reward"))
 
         async def results_of(call: Call) -> Any:
             if not isinstance(call.function, RowGrader):

@@ -3,21 +3,33 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import math
+import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from jaxrl_llm.config.background import EventLoop, TimeUpError, in_thread
 from jaxrl_llm.rewards.call import Call, Log, Outcome
 
 GRACE_SECONDS = 1.0  # cancelled coroutines get this long to end before the event loop counts as blocked
+# By time.monotonic(), when nobody waits any more for the reward that runs here: what starts work elsewhere, in other
+# threads or processes, ends it then, and raises TimeUpError.
+DEADLINE: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 
-def within(seconds: float | None, function: Callable[[], Any]) -> Any:
+def within(seconds: float, function: Callable[[], Any]) -> Any:
     """The result of `function` or its error, from a thread that is left behind when it takes more than `seconds`.
 
     Raises TimeUpError.
     """
-    future = in_thread(function, "reward")
+    deadline = time.monotonic() + seconds
+
+    def work() -> Any:
+        DEADLINE.set(deadline)
+        return function()
+
+    future = in_thread(work, "reward")
     concurrent.futures.wait([future], seconds)
     if not future.done():
         raise TimeUpError
@@ -32,6 +44,8 @@ def run_here(call: Call, timeout: float | None) -> Outcome:
         for key in call.keys:
             try:
                 outcome.results[key] = call.run(key)
+            except TimeUpError:
+                return
             except Exception as error:
                 outcome.errors[key] = error
 
@@ -49,6 +63,7 @@ class AsyncCall:
         self.logs: dict[int, Log] = {}
         self.tasks: list[asyncio.Task[None]] = []
         self.all_done: concurrent.futures.Future[None] | None = None
+        self.deadline = math.inf
 
     def give(self, row: int) -> None:
         """Start a row of a rowwise function."""
@@ -57,6 +72,8 @@ class AsyncCall:
 
     def start(self) -> None:
         """Start a batch function; every row has been given, and the time limit counts from here."""
+        if self.timeout is not None:
+            self.deadline = time.monotonic() + self.timeout
         if not self.call.rowwise:
             self.loop.start(self._create_task(0))
         self.all_done = self.loop.start(self._wait_for_tasks())
@@ -78,8 +95,11 @@ class AsyncCall:
 
     async def _run(self, key: int) -> None:
         log = self.logs[key] = Log()
+        DEADLINE.set(self.deadline)
         try:
             self.partial.results[key] = await self.call.run_async(key, log)
+        except TimeUpError:
+            pass  # it is late
         except Exception as error:
             self.partial.errors[key] = error
 

@@ -179,6 +179,31 @@ def test_late_rows_leave_the_others_their_rewards():
         numbers(Slow(), ["slow", "b"], timeout=0.2)
 
 
+@pytest.mark.parametrize("spec", ["code_tests(at_once=2)", "combined(graders=['code_tests(at_once=2)'])"])
+def test_no_program_runs_on_behind_a_late_batch(spec):
+    walls()  # found out once, by a program
+    tests = ["import time; time.sleep(3)"] * 6
+    with pytest.warns(UserWarning, match=r"took more than rewards.timeout=0.5 seconds"):
+        assert numbers(spec, ["x = 1"] * 6, {"tests": tests}, timeout=0.5, on_timeout=-1.0).tolist() == [-1] * 6
+    deadline = time.monotonic() + 2
+    while left := [thread for thread in threading.enumerate() if thread.name.startswith("programs")]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "spec", ["regex_match(pattern='(a+)+$')", "combined(graders=['regex_match(pattern=\"(a+)+$\")'])"]
+)
+def test_no_late_pattern_keeps_the_next_batch_waiting(spec):
+    texts, options = ["a" * 40 + "b"] * 300, {"timeout": 1.0, "on_timeout": -1.0}
+    assert numbers(spec, ["aa"], timeout=60.0).tolist() == [1.0]  # workers have started
+    with pytest.warns(UserWarning, match=r"took more than rewards.timeout=1.0 seconds"):
+        assert numbers(spec, texts, **options).tolist() == [-1.0] * 300
+    started = time.monotonic()
+    assert numbers(spec, ["aa"], timeout=60.0).tolist() == [1.0]
+    assert time.monotonic() - started < 10
+
+
 def test_a_blocked_loop_is_replaced():
     async def block(completions, **_):
         if completions == ["block"]:

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.config.background import TimeUpError
 from jaxrl_llm.rewards.sandbox.jail import DEVICES
 from jaxrl_llm.rewards.signatures import RewardError
 
@@ -57,7 +58,8 @@ class Limits:
     """The resources of a program: wall-clock seconds, MB of address space a process, processes, MB of each file.
 
     Processor time is limited to the wall-clock seconds. Output beyond `output_kb` is dropped. `folder_mb` bounds all
-    files together where the folder is in memory (the wall "files namespace").
+    files together where the folder is in memory (the wall "files namespace"). At `deadline`, by time.monotonic(), the
+    program is ended too, and has no result: TimeUpError is raised.
 
     Raises RewardError: a limit that is not above 0.
     """
@@ -68,10 +70,11 @@ class Limits:
     file_mb: int = 16
     output_kb: int = 256
     folder_mb: int = 64
+    deadline: float = math.inf
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if not (math.isfinite(value) and value > 0):
+            if not (value > 0 and (math.isfinite(value) or name == "deadline")):
                 raise RewardError(f"a program's limit {name} is a number above 0, not {value!r}")
 
 
@@ -125,6 +128,8 @@ def _run(source: str, stdin: bytes, limits: Limits, with_tests: bool) -> Finishe
 
 
 def _run_once(source: str, stdin: bytes, limits: Limits, with_tests: bool) -> Finished:
+    if time.monotonic() >= limits.deadline:
+        raise TimeUpError
     outer = Path(tempfile.mkdtemp(prefix="sandbox-"))
     try:
         outer.chmod(0o711)  # the program's user is another one than this process's when that is root
@@ -164,6 +169,8 @@ def _run_once(source: str, stdin: bytes, limits: Limits, with_tests: bool) -> Fi
             process.wait()
             killer.cancel()
             _kill(process)
+            if time.monotonic() >= limits.deadline:
+                raise TimeUpError
             most = limits.output_kb * 1024
             texts = [os.pread(file.fileno(), most, 0).decode("utf-8", "replace") for file in (output, errors)]
             report = os.pread(status.fileno(), os.fstat(status.fileno()).st_size, 0)
@@ -256,7 +263,8 @@ def _settings(outer: Path, limits: Limits, status: int, with_tests: bool) -> dic
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
         },
-        "seconds": limits.seconds,
+        "seconds": max(min(limits.seconds, limits.deadline - time.monotonic()), 1e-3),
+        "processor_seconds": limits.seconds,
         "memory_mb": limits.memory_mb,
         "processes": limits.processes,
         "file_mb": limits.file_mb,

@@ -240,7 +240,7 @@ def limit(settings: dict) -> None:
     """Set the resource limits."""
     megabyte = 2**20
     limits = {
-        resource.RLIMIT_CPU: int(settings["seconds"]) + 1,
+        resource.RLIMIT_CPU: int(settings["processor_seconds"]) + 1,
         resource.RLIMIT_FSIZE: settings["file_mb"] * megabyte,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,

@@ -6,12 +6,16 @@ they give up what they have no use for (`process.put_walls_up`).
 
 import atexit
 import functools
+import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxrl_llm.config.background import TimeUpError
 from jaxrl_llm.rewards.call import Call
+from jaxrl_llm.rewards.concurrency import DEADLINE
 from jaxrl_llm.rewards.workers.pool import WorkerDiedError, Workers
 
 LATE = object()  # the result of a row that was not done in time, or with the memory that there is
@@ -34,17 +38,25 @@ def run_bounded(name: str, spec: str, arguments: dict[str, list[Any]], seconds: 
     """The results of the function `spec` ("module:function") for the rows of `arguments`, LATE where it takes too long.
 
     At most MOST_ROWS rows have `seconds` together at first, and each alone when they are late; a row that runs out of
-    memory or ends its process is late too. Raises the error of the first row on which the function fails otherwise.
+    memory or ends its process is late too. Raises the error of the first row on which the function fails otherwise, and
+    TimeUpError at the deadline of the reward that asks.
     """
     rows = range(len(next(iter(arguments.values()))))
     if not rows:
         return []
-    workers, results = _workers(), [LATE] * len(rows)
+    workers, results, deadline = _workers(), [LATE] * len(rows), DEADLINE.get()
 
     def run(parts: Sequence[Sequence[int]]) -> None:
         inputs = [{key: [values[row] for row in part] for key, values in arguments.items()} for part in parts]
-        with workers.lock:
-            outcomes = workers.run([(Call(name, None, each), spec) for each in inputs], seconds)
+        left = deadline - time.monotonic()
+        if not workers.lock.acquire(timeout=-1 if math.isinf(left) else max(left, 0.0)):
+            raise TimeUpError
+        try:
+            outcomes = workers.run([(Call(name, None, each), spec) for each in inputs], seconds, deadline)
+        finally:
+            workers.lock.release()
+        if time.monotonic() >= deadline:
+            raise TimeUpError
         for part, outcome in zip(parts, outcomes, strict=True):
             for error in outcome.errors.values():
                 if not isinstance(error, (WorkerDiedError, MemoryError)):

@@ -109,9 +109,10 @@ class Job:
     outcome: Outcome = field(default_factory=Outcome)
     began: float = math.inf  # time.monotonic() when its first task was sent
 
-    def is_late(self, timeout: float | None) -> bool:
-        """True when results are missing `timeout` seconds after the first task began."""
-        passed = timeout is not None and time.monotonic() - self.began > timeout
+    def is_late(self, timeout: float | None, deadline: float) -> bool:
+        """True when results are missing `timeout` seconds after the first task began, or at the deadline."""
+        now = time.monotonic()
+        passed = now >= deadline or (timeout is not None and now - self.began > timeout)
         return passed and bool(self.outcome.missing(self.call.keys))
 
     def message(self, keys: Sequence[int]) -> bytes:
@@ -151,11 +152,13 @@ class Workers:
 
         return in_thread(work, "reward workers")
 
-    def run(self, calls: list[tuple[Call, str | None]], timeout: float | None) -> list[Outcome]:
+    def run(
+        self, calls: list[tuple[Call, str | None]], timeout: float | None, deadline: float = math.inf
+    ) -> list[Outcome]:
         """The outcome of each call, given with the specification of its function; the calls share the workers.
 
-        A call's time limit, in seconds, counts from the start of its first task. Raises RewardError for a function
-        that cannot travel.
+        A call's time limit, in seconds, counts from the start of its first task; `deadline`, by time.monotonic(), ends
+        them all. Raises RewardError for a function that cannot travel.
         """
         jobs, waiting = [Job(call, spec) for call, spec in calls], []
         for job in jobs:
@@ -180,7 +183,8 @@ class Workers:
                         worker.pipe.send(message)
 
                 first = min(job.began for job, _ in busy.values())
-                seconds = None if timeout is None else max(first + timeout - time.monotonic(), 0.0)
+                until = min(deadline, math.inf if timeout is None else first + timeout)
+                seconds = None if math.isinf(until) else max(until - time.monotonic(), 0.0)
                 readable = wait([worker.pipe.socket for worker in busy], seconds)
                 for worker in [worker for worker in busy if worker.pipe.socket in readable]:
                     job, keys = busy[worker]
@@ -204,10 +208,10 @@ class Workers:
                             waiting += [(job, missing[1:])] if missing[1:] else []
 
                 # Killing is the only way to stop a function; the worker is replaced when one is needed.
-                for worker in [worker for worker, (job, _) in busy.items() if job.is_late(timeout)]:
+                for worker in [worker for worker, (job, _) in busy.items() if job.is_late(timeout, deadline)]:
                     del busy[worker]
                     worker.kill()
-                waiting = [(job, keys) for job, keys in waiting if not job.is_late(timeout)]
+                waiting = [(job, keys) for job, keys in waiting if not job.is_late(timeout, deadline)]
         finally:
             for worker in busy:
                 worker.kill()
