@@ -34,7 +34,8 @@ class LimitedTokenizer:
     ("truncate_right") or both halves ("truncate_middle"); a pair is dropped when one of its rows is. Completions may
     also be left as they are ("split"), for `split` to cut; of other kinds that is an error. Labelled rows that are
     truncated on the right have what was cut, up to `limit` tokens, in `rest_ids` and `rest_mask`. A row without a
-    learned token is dropped, and one that would be truncated inside its images.
+    learned token is dropped, and one that would be truncated inside its images; so is a piece without one, unless rows
+    are `wrapped`, which reads it before the next piece.
 
     Raises ConfigError: an unknown `overlong`.
     """
@@ -42,11 +43,13 @@ class LimitedTokenizer:
     row_tokenizer: RowTokenizer
     limit: int | None = None
     overlong: str = "error"
+    wrapped: bool = False
     read: int = 0
     long: int = 0  # longer than the limit
     unlearnable: int = 0  # dropped, as no learned token is left
     split_images: int = 0  # dropped, as images would have been truncated
     alike: int = 0  # pairs whose two rows are the same, truncated or not
+    blank_pieces: int = 0  # of rows that were split: dropped, as no learned token is in them
     lengths: list[int] | None = None  # tokens of each example, before any is truncated, where they are kept
 
     def __post_init__(self):
@@ -160,6 +163,8 @@ class LimitedTokenizer:
                     f"{self.unlearnable} have no token to learn, as no "
                     f"{'step ends' if self.kind == 'steps' else 'turn of the assistant is left'} in them"
                 )
+            if self.blank_pieces:
+                reasons.append(f"{self.blank_pieces} pieces of them have no token to learn")
             words = "; ".join(reasons) or "there is none"
             raise ConfigError(f"no row is left to train on ({words}); check the data and the length limit")
         if self.unlearnable:
@@ -170,6 +175,8 @@ class LimitedTokenizer:
             )
         if self.long > self.split_images:
             log.warning("%s %d rows with %s, of %d", self.fate, self.long - self.split_images, overlong, self.read)
+        if self.blank_pieces:
+            log.warning("dropped %d pieces of these, in which no token is learned", self.blank_pieces)
         if self.alike:
             log.warning(
                 "%d pairs have the same tokens as chosen and as rejected, of %d: nothing is preferred in them",
@@ -182,7 +189,14 @@ class LimitedTokenizer:
         limit = self.limit
         if self.overlong != SPLIT or self.kind != "completions" or limit is None:
             return list(rows)
-        return [part for row in rows for part in (pieces(row, limit) if len(row["ids"]) > limit else [row])]
+        made = []
+        for row in rows:
+            parts = pieces(row, limit) if len(row["ids"]) > limit else [row]
+            # What a piece begins with is not learned, for nothing before it is seen.
+            kept = parts if self.wrapped or len(parts) == 1 else [part for part in parts if any(part["mask"][1:])]
+            self.blank_pieces += len(parts) - len(kept)
+            made += kept
+        return made
 
 
 def pieces(row: Row, limit: int) -> list[Row]:

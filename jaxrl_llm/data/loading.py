@@ -23,7 +23,7 @@ from jaxrl_llm.data.pairs import ANSWERS, split_pair
 from jaxrl_llm.data.pipeline import Stream, StreamSource
 from jaxrl_llm.data.splits import is_stream, is_table
 from jaxrl_llm.data.templates import without_absent_keys
-from jaxrl_llm.data.tokenize import PIXELS, RowTokenizer
+from jaxrl_llm.data.tokenize import PIXELS, TOKENS, RowTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,8 @@ def limited_tokenizer(spec: DataSpec, kind: str, tokenizer: Any, folder: Path | 
         step_separator=spec.step_separator,
         keep_prompt=spec.keep_prompt and kind == "completions",
     )
-    return LimitedTokenizer(tokenize, spec.max_prompt_length if kind == "prompts" else spec.max_length, spec.overlong)
+    limit = spec.max_prompt_length if kind == "prompts" else spec.max_length
+    return LimitedTokenizer(tokenize, limit, spec.overlong, wrapped=spec.wrapped)
 
 
 def token_rows(source: DataSource, kind: str, tokenize: LimitedTokenizer, workers: int = 1) -> Iterator[Row | None]:
@@ -161,9 +162,9 @@ def tokenized(spec: DataSpec, opened: Sequence[DataSource], kind: str, tokenizer
                     if spec.cache != "auto":  # which nobody asked for
                         raise
                     log.warning("%s", error)
+        made = tokenize.split(made)
         with _located(source.name or "the data"):
             tokenize.report(len(made))
-        made = tokenize.split(made)
         rows += made
         counts.append(len(made))
         reports.append(tokenize)
@@ -202,11 +203,12 @@ def stream(
 
         def convert(row: Mapping[str, Any]) -> list[Any]:
             nonlocal due
-            rows = [tokenize(example) for example in formatted(source, row, kind)]
+            made = (tokenize(example) for example in formatted(source, row, kind))
+            rows = tokenize.split(row for row in made if row is not None)
             if tokenize.read >= due:
                 tokenize.report(tokenize.read)
                 due = 2 * tokenize.read
-            return [wrap({**shared, **row}) for row in tokenize.split(row for row in rows if row is not None)]
+            return [wrap({**shared, **row}) for row in rows]
 
         return convert
 
@@ -254,7 +256,7 @@ def is_learnable(kind: str, opened: Sequence[DataSource]) -> bool:
     """True when the first example has what an algorithm learns from, which prompts alone do not."""
     present = {name for name, value in columns(opened[0]).items() if value is not None}
     if kind == "completions":
-        return bool({"messages", "text"} & present) or {"prompt", "completion"} <= present
+        return bool({"messages", "text", TOKENS} & present) or {"prompt", "completion"} <= present
     if kind == "labels" and {"prompt", "completion", "label"} <= present:
         return True
     if kind == "steps":

@@ -17,7 +17,14 @@ from jaxrl_llm.data.files import folder_of
 from jaxrl_llm.data.formats.lookup import Example, FactoryOptions, Format, as_prompt, code_of, find
 from jaxrl_llm.data.images import ImageLimits
 from jaxrl_llm.data.pairs import ANSWERS, has_prompt
-from jaxrl_llm.data.splits import SplitError, is_stream, numbers_in_split, shuffle_buffer
+from jaxrl_llm.data.splits import (
+    SplitError,
+    is_splits,
+    is_stream,
+    numbers_in_rows,
+    numbers_in_split,
+    shuffle_buffer,
+)
 from jaxrl_llm.data.templates import SYSTEM_ROLES, is_conversational
 
 log = logging.getLogger(__name__)
@@ -65,6 +72,7 @@ class DataSpec:
     step_separator: str
     keep_prompt: bool  # rows of completions have their prompt, which a teacher with another tokenizer reads
     overlong: str
+    wrapped: bool  # rows follow each other when they are packed (data.packing_strategy), and see those before
     loss_on: str
     max_length: int | None  # tokens of a row
     max_prompt_length: int  # rollout.max_prompt_length: tokens of a prompt
@@ -224,7 +232,12 @@ def _open(
                 "holds, so that a resumed run would lose rows: leave this to data.shuffle_buffer. "
                 "shuffle(buffer_size=1) shuffles the files alone"
             )
-    numbers: Sequence[int] | None = numbers_in_split(rows, split)
+    numbers: Sequence[int] | None
+    if "dataset" in entry and not is_splits(path):
+        numbers = numbers_in_rows(rows, split)
+        rows = rows if numbers is None else _selected(rows, numbers)
+    else:
+        numbers = numbers_in_split(rows, split)
     if spec.deduplicate and not is_stream(rows):
         kept = _distinct(rows, seen, name or "the data")
         rows = rows if len(kept) == len(rows) else _selected(rows, kept)
@@ -306,7 +319,7 @@ def _rows(
         return load(error.splits[0]), split
 
 
-def _selected(rows: Any, chosen: list[int]) -> Any:
+def _selected(rows: Any, chosen: Sequence[int]) -> Any:
     return [rows[index] for index in chosen] if isinstance(rows, list) else rows.select(chosen)
 
 

@@ -14,7 +14,6 @@ from jaxrl_llm.data.diagnose import reader_of
 from jaxrl_llm.data.files import ONLY, matching, read_files, read_folder, read_remote
 from jaxrl_llm.data.formats.native import as_rows
 from jaxrl_llm.data.splits import SplitError, is_splits, is_stream, is_table, pick, reading, undecoded
-from jaxrl_llm.data.tokenize import TEXTS
 
 if TYPE_CHECKING:
     import datasets  # slow to import: only the functions that make such rows do so
@@ -201,11 +200,6 @@ def _call_function(path: str, split: str, name: str | None, arguments: Mapping[s
         if hasattr(made, "__len__") and hasattr(made, "__getitem__") and not isinstance(made, list | tuple):
             made = [made[index] for index in range(len(made))]
         rows = list(made)
-    if rows and isinstance(rows[0], Mapping) and "input_ids" in rows[0] and not set(TEXTS) & set(rows[0]):
-        raise ConfigError(
-            f"{path} gives token ids (input_ids), but rows are tokenised here: let it give texts, under "
-            f"{', '.join(TEXTS)}"
-        )
     return _from_list(rows)
 
 

@@ -49,14 +49,32 @@ def _is(value: object, *classes: str) -> bool:
 
 def numbers_in_split(rows: object, split: str) -> range | None:
     """The numbers, in the whole split, of the rows of a part of one (`train[10%:]`); None where that is not known."""
-    if not is_table(rows) or "[" not in split or "+" in split or not (infos := rows.info.splits):
+    if not is_table(rows) or "[" not in split or "+" in split:
         return None
-    import datasets
-
-    counts = {str(name): info.num_examples for name, info in infos.items()}
-    (part,) = datasets.ReadInstruction.from_spec(split).to_absolute(counts)
-    numbers = _numbers(part, counts)
+    counts = {str(name): info.num_examples for name, info in (rows.info.splits or {}).items()}
+    if split.partition("[")[0] not in counts:
+        return None
+    ((_, numbers),) = _parts(split, counts, "the data set")
     return numbers if len(numbers) == len(rows) else None
+
+
+def numbers_in_rows(rows: Any, split: str) -> list[int] | None:
+    """The numbers of the rows that are parts of a split (`train[:10%]+train[90%:]`), of rows given in Python, which are
+    one split of any name; None for all of them.
+
+    Raises ConfigError: several splits, a part without rows, or one of rows that are streamed.
+    """
+    if "[" not in split and "+" not in split:
+        return None
+    names = list(dict.fromkeys(part.partition("[")[0] for part in split.split("+")))
+    if len(names) > 1:
+        raise SplitError(f"the split is {split!r}, but rows given in Python are one: give a DatasetDict", names[:1])
+    if is_stream(rows):
+        raise _streamed(split, "the data set")
+    numbers = [number for _, part in _parts(split, {names[0]: len(rows)}, "the data") for number in part]
+    if not numbers:
+        raise ConfigError(f"the data has {len(rows)} rows, and none in the split {split!r}; choose a larger part")
+    return numbers
 
 
 def pick(splits: Mapping[Any, Any], split: str, shown: str) -> Any:
@@ -65,21 +83,31 @@ def pick(splits: Mapping[Any, Any], split: str, shown: str) -> Any:
         return splits[split]
     names = split_names(split, splits, shown)
     if any(is_stream(splits[name]) for name in names):
-        raise ConfigError(
-            f"the split {split!r} is a part of {shown}, whose rows are streamed and not counted; set data.streaming to "
-            "False, or name a whole split"
-        )
+        raise _streamed(split, shown)
     import datasets
 
-    counts = {name: len(splits[name]) for name in names}
+    parts = _parts(split, {name: len(splits[name]) for name in names}, shown)
+    return reading(
+        shown, lambda: datasets.concatenate_datasets([splits[name].select(numbers) for name, numbers in parts])
+    )
+
+
+def _parts(split: str, counts: Mapping[str, int], shown: str) -> list[tuple[str, range]]:
+    """(name, numbers of rows) of each part that `split` names, of splits with so many rows."""
+    import datasets
+
     parts = reading(shown, lambda: datasets.ReadInstruction.from_spec(split).to_absolute(counts))
-    chosen = [splits[part.splitname].select(_numbers(part, counts)) for part in parts]
-    return reading(shown, lambda: datasets.concatenate_datasets(chosen))
+    return [
+        (part.splitname, range(part.from_ or 0, counts[part.splitname] if part.to is None else part.to))
+        for part in parts
+    ]
 
 
-def _numbers(part: Any, counts: Mapping[str, int]) -> range:
-    """The numbers of the rows of an absolute read instruction, of splits with so many rows."""
-    return range(part.from_ or 0, counts[part.splitname] if part.to is None else part.to)
+def _streamed(split: str, shown: str) -> ConfigError:
+    return ConfigError(
+        f"the split {split!r} is a part of {shown}, whose rows are streamed and not counted; set data.streaming to "
+        "False, or name a whole split"
+    )
 
 
 def split_names(split: str, splits: Mapping[Any, Any], shown: str) -> list[str]:

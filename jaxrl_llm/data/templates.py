@@ -86,9 +86,9 @@ def continued_ids(tokenizer: Any, before: Sequence[int] | None, text: str) -> li
     encoding = unspaced.backend.encode(text, add_special_tokens=False)
     end = next((index for index, token in enumerate(encoding.ids) if token in unspaced.spaced_again), None)
     if end is None:
-        return _checked(tokenizer, encoding.ids)
+        return checked(tokenizer, encoding.ids)
     # What is left begins with a special token, before which no tokenizer puts a space.
-    return _checked(tokenizer, encoding.ids[:end]) + chat_ids(tokenizer, text[encoding.offsets[end][0] :])
+    return checked(tokenizer, encoding.ids[:end]) + chat_ids(tokenizer, text[encoding.offsets[end][0] :])
 
 
 def continued_ends(tokenizer: Any, before: Sequence[int] | None, text: str) -> tuple[list[int], list[int]]:
@@ -165,7 +165,8 @@ def _spacing_stages(state: Any) -> list[dict[str, Any]]:
     return [state] if state.get(option, without) != without else []
 
 
-def _checked(tokenizer: Any, ids: list[int]) -> list[int]:
+def checked(tokenizer: Any, ids: list[int]) -> list[int]:
+    """The ids; raises ConfigError for a token of the tokenizer that the model has no embedding of."""
     missing = getattr(tokenizer, "without_embedding", frozenset())  # set when the model is loaded
     if not missing.isdisjoint(ids):
         index = next(index for index in ids if index in missing)
@@ -177,7 +178,7 @@ def _checked(tokenizer: Any, ids: list[int]) -> list[int]:
 
 
 def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
-    return _checked(tokenizer, list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]))
+    return checked(tokenizer, list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]))
 
 
 def render_chat(

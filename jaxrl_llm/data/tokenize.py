@@ -15,7 +15,7 @@ from jaxrl_llm.data import Row
 from jaxrl_llm.data.conversations import Ids, conversation, ended, prompt_and_completion, with_steps
 from jaxrl_llm.data.image_rows import ImageReader, ImageText
 from jaxrl_llm.data.pairs import ANSWERS, prompt_and_answers
-from jaxrl_llm.data.templates import TEMPLATE_COLUMNS, plain_ids, render_prompt, template_options
+from jaxrl_llm.data.templates import TEMPLATE_COLUMNS, checked, plain_ids, render_prompt, template_options
 
 PIXELS = "pixels"  # the tiles [tiles,H,W,C] of an example, fp32, as the image processor makes them; or `Tiles` of them
 TEXTS = ("prompt", "completion", "messages", "text", "chosen", "rejected")  # columns that a row is made of
@@ -30,6 +30,9 @@ COLUMNS = {
     "steps": (("ids",), ("mask",)),
 }
 STEP_LABELS = "step_labels"  # of rows of steps: a number for each token, beside its mask
+TOKENS = "input_ids"  # the column of rows that are token ids already
+# Those beside it that say which tokens are learned, as TRL's and axolotl's rows have them, with the value of others.
+NOT_LEARNED = {"labels": -100, "completion_mask": 0, "assistant_masks": 0}
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class RowTokenizer:
     | kind | columns of an example | token row |
     |---|---|---|
     | prompts | prompt | the example with `prompt_ids` |
-    | completions | prompt and completion, or messages, or text | `ids`, `mask` |
+    | completions | prompt and completion, or messages, or text, or input_ids | `ids`, `mask` |
     | pairs | chosen, rejected, and maybe prompt, margin | `chosen_ids`, `chosen_mask`, `rejected_*`, maybe `margin` |
     | triples | chosen, rejected, reference, and maybe prompt | as pairs, and `reference_ids`, `reference_mask` |
     | labels | prompt, completion, label | `ids`, `mask`, `label` |
@@ -157,7 +160,7 @@ def prompt_row(example: Mapping[str, Any], tokenizer: Any, options: Mapping[str,
 def completion_row(
     example: Mapping[str, Any], tokenizer: Any, options: Mapping[str, Any], loss_on: str = "completion"
 ) -> Row:
-    """`ids` and `mask` of a row of supervised fine-tuning: prompt and completion, messages, or text.
+    """`ids` and `mask` of a row of supervised fine-tuning: prompt and completion, messages, text, or token ids.
 
     Raises ConfigError for other columns.
     """
@@ -173,6 +176,8 @@ def completion_row(
             raise ConfigError(f"column 'text' is {type(example['text']).__name__}, but it takes text")
         ids = ended(tokenizer, plain_ids(tokenizer, example["text"]), example["text"])
         return {"ids": ids, "mask": [1] * len(ids)}
+    if TOKENS in present:
+        return token_row(example, tokenizer, loss_on)
     if empty := [name for name in ("prompt", "completion", "messages", "text") if name in example.keys() - present]:
         raise ConfigError(
             f"column {' and column '.join(map(repr, empty))} is None in this row; supervised fine-tuning reads prompt "
@@ -182,6 +187,40 @@ def completion_row(
         f"the row has the columns {', '.join(example)}; supervised fine-tuning reads prompt and completion, "
         "or messages, or text; rename them, or name their format with data.format"
     )
+
+
+def token_row(example: Mapping[str, Any], tokenizer: Any, loss_on: str) -> Row:
+    """`ids` and `mask` of a row that has its token ids, `input_ids`; no end is added.
+
+    A token is learned unless one of the columns NOT_LEARNED says otherwise. Padding, by `attention_mask`, is left out.
+    Raises ConfigError: ids that the tokenizer does not have, columns of another length, labels of other tokens, rows
+    that are packed already, or another `loss_on` than "completion", which these columns stand for.
+    """
+    if loss_on != "completion":
+        raise ConfigError(f"data.loss_on is {loss_on}, but the row is token ids, whose labels say it: leave it out")
+    if example.get("seq_lengths") is not None:
+        raise ConfigError("the row has seq_lengths, so it is packed: give rows of one text each, and set data.packing")
+    if example.get("loss_mask") is not None:
+        raise ConfigError(
+            "the row has token ids and a loss_mask, which speaks of its own token in some classes of verl and of the "
+            "next one in others: give labels, -100 where a token is not learned"
+        )
+    ids = list(example[TOKENS])
+    if unknown := [token for token in ids if not (isinstance(token, int) and 0 <= token < len(tokenizer))]:
+        raise ConfigError(f"{TOKENS} has {unknown[0]!r:.40}; the tokens of the tokenizer are 0 to {len(tokenizer) - 1}")
+    columns = {name: example[name] for name in (*NOT_LEARNED, "attention_mask") if example.get(name) is not None}
+    for name, values in columns.items():
+        if len(values) != len(ids):
+            raise ConfigError(f"{name} has {len(values)} values for {len(ids)} {TOKENS}; give one for each")
+    present = columns.pop("attention_mask", [1] * len(ids))
+    for token, label in zip(ids, columns.get("labels", ids), strict=True):
+        if label not in (token, NOT_LEARNED["labels"]):
+            raise ConfigError(f"labels has {label!r:.40} at the place of the token {token}; it is that, or -100")
+    mask = [int(all(values[at] != NOT_LEARNED[name] for name, values in columns.items())) for at in range(len(ids))]
+    return {
+        "ids": checked(tokenizer, [token for token, here in zip(ids, present, strict=True) if here]),
+        "mask": [on for on, here in zip(mask, present, strict=True) if here],
+    }
 
 
 def answers_row(example: Mapping[str, Any], tokenizer: Any, options: Mapping[str, Any], kind: str) -> Row:
@@ -263,7 +302,9 @@ def prompt_columns(example: Mapping[str, Any]) -> Row:
 def _check_columns(example: Mapping[str, Any], columns: tuple[str, ...], setting: str) -> None:
     missing = [name for name in columns if name not in example]
     if missing:
+        way_out = (
+            "which are read for sft alone: give texts" if TOKENS in example else "rename a column or change " + setting
+        )
         raise ConfigError(
-            f"the data has no column {', '.join(repr(name) for name in missing)}; it has {', '.join(example)}; "
-            f"rename a column or change {setting}"
+            f"the data has no column {', '.join(map(repr, missing))}; it has {', '.join(example)}; {way_out}"
         )

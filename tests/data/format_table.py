@@ -19,7 +19,7 @@ from jaxrl_llm.models.files.hf import EMBEDDED
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 MARKS = ("<!-- formats -->\n", "<!-- end of formats -->")
 COLUMNS = (*TEXTS, "label", "margin", "ground_truth", "answer")
-OF_STEPS = ("prompt", "completions", "labels")  # which other formats do not make
+OF_STEPS, OF_TOKENS = ("prompt", "completions", "labels"), ("input_ids", "labels")  # which other formats do not make
 
 
 def _user(text: str) -> Row:
@@ -104,6 +104,16 @@ SAMPLES: list[tuple[str, str, Row]] = [
         {"messages": [ASK, {**YES, "learn": False}, {"role": "tool", "content": "4"}]},
     ),
     ("completions", "completion(field='body')", {"body": "2+2=4"}),
+    (
+        "completions",
+        "input_output",
+        {"segments": [{"label": False, "text": "2+2="}, {"label": True, "text": "4<|end|>"}]},
+    ),
+    (
+        "completions",
+        "user_defined(field_output='answer', format='[INST] {instruction} [/INST] ')",
+        {"instruction": "2+2?", "answer": "4"},
+    ),
     ("completions", "alpaca", {"instruction": "Add.", "input": "2+2", "output": "4"}),
     ("completions", "alpaca", {"instruction": "Add 2 and 2.", "input": "", "output": "4"}),
     ("pairs", "user_defined", {"system": "Add.", "prompt": "2+2?", **ANSWERS}),
@@ -131,7 +141,7 @@ def table() -> str:
         if spec.startswith("llama3"):
             continue  # in the row of the chatml format
         example = find(spec, kind, tokenizer)(row)
-        names = OF_STEPS if kind == "steps" else COLUMNS
+        names = OF_STEPS if kind == "steps" else OF_TOKENS if "input_ids" in example else COLUMNS
         columns = {name: example[name] for name in names if name in example}
         specs = [spec]
         if spec.startswith("chatml"):

@@ -131,6 +131,38 @@ def test_user_defined_pairs():
         find({"prompt_format": "{question}"})({"prompt": "a", **PLAIN})
 
 
+def test_user_defined_completions():
+    """axolotl's custom type of instructions."""
+    theirs = {
+        "system_prompt": "Be right.", "field_system": "sys", "field_instruction": "ask", "field_output": "say",
+        "format": "[INST] {instruction} ({input}) [/INST]", "no_input_format": "[INST] {instruction} [/INST]",
+        "system_format": "<<{system}>>",
+    }  # fmt: skip
+    form = find(theirs, "completions")
+    made = form({"ask": "2+2?", "say": "4"})
+    assert (made["prompt"], made["completion"]) == ("<<Be right.>>[INST] 2+2? [/INST]", "4")
+    made = form({"ask": "Add.", "input": "2+2", "say": "4", "sys": "Brief."})
+    assert made["prompt"] == "<<Brief.>>[INST] Add. (2+2) [/INST]"
+    made = find("user_defined(format='Q: {instruction} A: ')", "completions")({"instruction": "2+2?", "output": "4"})
+    assert (made["prompt"], made["completion"]) == ("Q: 2+2? A: ", "4")
+    with pytest.raises(
+        ConfigError, match=r"format is '{ask}', which cannot be filled .* it may hold {instruction} and"
+    ):
+        find("user_defined(format='{ask}')", "completions")({"instruction": "2+2?", "output": "4"})
+
+
+def test_segments_of_a_text(tokenizer):
+    """axolotl's input_output: every segment is tokenised by itself, and nothing is added."""
+    segments = [{"label": True, "text": "ab"}, {"label": False, "text": "cd "}, {"label": True, "text": "e<|end|>"}]
+    found = find("input_output", "completions", tokenizer)({"segments": segments, "id": 1})
+    end = tokenizer.eos_token_id
+    assert found["input_ids"] == [97, 98, 99, 100, 32, 101, end] and found["id"] == 1
+    assert found["labels"] == [97, 98, -100, -100, -100, 101, end]
+    for wrong in ("text", ["text"], [{"text": "a"}], [{"text": "a", "label": 2}]):
+        with pytest.raises(ConfigError, match="input_output takes a list of dictionaries with text, and label"):
+            find("input_output", "completions", tokenizer)({"segments": wrong})
+
+
 def test_user_defined_labels():
     form = find({"field_label": "good", "prompt_format": "{system}{prompt}"}, "labels")
     assert form({"prompt": "Q", "completion": "yes", "good": True}) == {
@@ -372,7 +404,7 @@ def test_every_format_has_a_row_in_the_table(tokenizer):
     assert set(COMMON) <= {name for _, name in shown}
     for kind, spec, row in SAMPLES:
         made = find(spec, kind, tokenizer)(row)
-        assert made.keys() & {"prompt", "messages", "chosen", "text"}
+        assert made.keys() & {"prompt", "messages", "chosen", "text", "input_ids"}
 
 
 def test_unknown_names_list_the_known_ones():

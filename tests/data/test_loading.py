@@ -189,7 +189,7 @@ def test_streamed_text_that_is_no_unicode_is_named(tokenizer):
 
 def test_long_rows_are_split(tokenizer, caplog):
     """In memory and streamed; nothing is lost, and prompts of evaluations are not split."""
-    write_rows("rows.jsonl", [{"text": "abcdefg"}, {"text": "hi"}, {"prompt": "pqrs", "completion": "tu"}])
+    write_rows("rows.jsonl", [{"text": "abcdefg"}, {"text": "hi"}, {"prompt": "pq", "completion": "rstu"}])
     config = config_of("sft", path="rows.jsonl", overlong="split", max_length=4, shuffle=False)
     rows = tokens_of(config, tokenizer).rows
     whole = tokens_of(config_of("sft", path="rows.jsonl"), tokenizer).rows
@@ -201,12 +201,60 @@ def test_long_rows_are_split(tokenizer, caplog):
     assert next(stream_of(config, tokenizer, batch_size=5, shuffle_buffer=3)) == rows
     with pytest.raises(ConfigError, match=r"the prompt has 4 tokens, more than rollout.max_prompt_length=2"):
         LimitedTokenizer(RowTokenizer("prompts", tokenizer), 2, "split")({"prompt": "pqrs"})
+    assert "pieces" not in caplog.text
     with pytest.raises(ConfigError, match="and images, which are in one piece: raise that"):
         LimitedTokenizer(RowTokenizer("completions", tokenizer), 4, "split").apply_limit({**whole[0], "pixels": None})
     with pytest.raises(
         ConfigError, match=r"overlong is split, .* algorithm\.name is preference, whose rows stay whole"
     ):
         config_of("preference", overlong="split")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_pieces_without_a_learned_token_are_dropped(tokenizer, caplog, streaming):
+    """But not where the next piece sees them, in wrapped packing."""
+    rows = [{"prompt": "abcdefghi", "completion": "jklm"}, {"prompt": "abcd", "completion": ""}]  # which is its end
+    config = config_of("sft", overlong="split", max_length=4, shuffle=False)
+
+    def split(**changes):
+        if streaming:
+            source = datasets.Dataset.from_list(rows).to_iterable_dataset()
+            return next(stream_of(config, tokenizer, source, batch_size=2, shuffle_buffer=2, **changes))
+        spec = replace(data_spec(config), **changes)
+        return loading.tokenized(spec, opening.open_sources(spec, tokenizer, rows), spec.kind, tokenizer).rows
+
+    made = split()
+    assert [row["mask"] for row in made] == [[0, 1, 1, 1], [1, 1]]
+    assert [tokenizer.decode(row["ids"]) for row in made] == ["ijkl", "m<|end|>"]
+    assert streaming or "dropped 4 pieces" in caplog.text
+    assert [row["mask"] for row in split(wrapped=True)][:2] == [[0, 0, 0, 0]] * 2
+    if not streaming:
+        rows[:] = rows[1:]
+        with pytest.raises(ConfigError, match=r"no row is left to train on .*2 pieces of them have no token to learn"):
+            split()
+
+
+def test_a_part_of_rows_given_in_python(tokenizer):
+    rows = [{"prompt": f"p{i}"} for i in range(10)]
+    for data in (rows, datasets.Dataset.from_list(rows), datasets.DatasetDict(train=datasets.Dataset.from_list(rows))):
+        for split, kept in (("train[:20%]", [0, 1]), ("train[8:]+train[:1]", [8, 9, 0]), ("train", range(10))):
+            made = tokens_of(config_of("grpo", split=split), tokenizer, dataset=data)
+            assert [row["prompt"] for row in made.rows] == [f"p{i}" for i in kept]
+        config = config_of("grpo", split="train[8:]", deduplicate=True)
+        (source,) = opening.open_sources(data_spec(config), tokenizer, data)
+        assert isinstance(data, dict) or source.location(1) == "row 9"
+    assert len(tokens_of(config_of("grpo", split="other[5:]"), tokenizer, dataset=rows).rows) == 5, "of any name"
+    for split, message in (
+        ("train+test", r"the split is 'train\+test', but rows given in Python are one: give a DatasetDict"),
+        ("train[:3%]", "the data has 10 rows, and none in the split 'train.:3%.'"),
+        ("train[:x]", "cannot load the data: .*train.:x."),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            tokens_of(config_of("grpo", split=split), tokenizer, dataset=rows)
+    with pytest.raises(ConfigError, match="rows are streamed and not counted"):
+        stream_of(
+            config_of("grpo", split="train[:3]"), tokenizer, datasets.Dataset.from_list(rows).to_iterable_dataset()
+        )
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}

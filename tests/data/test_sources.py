@@ -488,14 +488,11 @@ def test_a_class_with_the_signature_of_verl(tmp_path):
         "        self.said = f'{data_files} {tokenizer} {config.prompt_key} {cache} {processor}'\n"
         "    def __len__(self):\n        return 2\n"
         "    def __getitem__(self, index):\n        return {'prompt': f'{self.said} {index}'}\n"
-        "def ids(tokenizer):\n    return [{'input_ids': [1, 2], 'loss_mask': [0, 1]}]\n"
         "def other(session):\n    return []\n"
     )
     arguments = {"tokenizer": "T", "config": FactoryOptions(prompt_key="question")}
     rows = load(f"{tmp_path}/own.py:Own(data_files='a.parquet')", arguments=arguments)
     assert [row["prompt"] for row in rows] == ["a.parquet T question c None 0", "a.parquet T question c None 1"]
-    with pytest.raises(ConfigError, match=r"gives token ids \(input_ids\), but rows are tokenised here"):
-        load(f"{tmp_path}/own.py:ids", arguments=arguments)
     with pytest.raises(ConfigError, match=r"own.py:other asks for session; it gets those of config, data_files"):
         load(f"{tmp_path}/own.py:other", arguments=arguments)
     with pytest.raises(ConfigError, match=r"own.py:Own has no argument 'file'"):

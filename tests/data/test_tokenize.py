@@ -13,7 +13,7 @@ from jaxrl_llm.data.loading import token_rows
 from jaxrl_llm.data.opening import DataSource
 from jaxrl_llm.data.pairs import split_pair
 from jaxrl_llm.data.templates import tool_calls
-from jaxrl_llm.data.tokenize import LOSS_ON, RowTokenizer
+from jaxrl_llm.data.tokenize import LOSS_ON, NOT_LEARNED, RowTokenizer
 from tests.data.spacing_tokenizer import SPACINGS, spacing_tokenizer
 
 END = 257
@@ -585,6 +585,49 @@ def test_truncation_keeps_masks_aligned(tokenizer, overlong, kept):
     learned_text = learned(tokenizer, **row).replace("<|end|>", "")
     assert learned_text == "".join(letter for letter in text.replace("<|end|>", "") if letter in "bcd")
     assert row["mask"][0] == 0
+
+
+def test_rows_of_token_ids(tokenizer):
+    """Those of TRL's and axolotl's pre-tokenised data; nothing is added to them."""
+    rows = [
+        {"input_ids": [97, 98, 99], **dict.fromkeys((*NOT_LEARNED, "attention_mask"))},
+        {"input_ids": [97, 98, 99], "labels": [-100, -100, 99]},
+        {"input_ids": [97, 98, 99, 100], "completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 1, 0, 1]},
+        {"input_ids": [0, 97, 98, 0], "attention_mask": [0, 1, 1, 0], "labels": [-100, 97, 98, -100]},
+    ]
+    expected = [
+        {"ids": [97, 98, 99], "mask": [0, 1, 1]},
+        {"ids": [97, 98, 99], "mask": [0, 0, 1]},
+        {"ids": [97, 98, 99, 100], "mask": [0, 1, 0, 1]},
+        {"ids": [97, 98], "mask": [0, 1]},
+    ]
+    assert tokenized("completions", rows, tokenizer) == expected
+    assert tokenized("completions", datasets.Dataset.from_list(rows), tokenizer) == expected
+    assert tokenized("completions", rows[:1], tokenizer, 2, "truncate_right") == [{"ids": [97, 98], "mask": [0, 1]}]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input_ids": [97, 999999]}, r"input_ids has 999999; the tokens of the tokenizer are 0 to \d+"),
+        ({"input_ids": [-1, 97]}, "input_ids has -1"),
+        ({"input_ids": ["a"]}, "input_ids has 'a'"),
+        ({"input_ids": [97, 98], "labels": [98]}, "labels has 1 values for 2 input_ids"),
+        ({"input_ids": [97, 98], "labels": [98, -100]}, "labels has 98 at the place of the token 97; it is that, or -"),
+        ({"input_ids": [97, 98], "loss_mask": [0, 1]}, "a loss_mask, which speaks of .* give labels"),
+        ({"input_ids": [97, 98], "seq_lengths": [1, 1]}, "it is packed: give rows of one text each"),
+    ],
+)
+def test_wrong_rows_of_token_ids(tokenizer, row, message):
+    with pytest.raises(ConfigError, match=f"row 0: .*{message}"):
+        tokenized("completions", [row], tokenizer)
+
+
+def test_token_ids_say_themselves_what_is_learned(tokenizer):
+    with pytest.raises(ConfigError, match=r"data.loss_on is all, but the row is token ids, whose labels say it"):
+        tokenized("completions", [{"input_ids": [97, 98]}], tokenizer, loss_on="all")
+    with pytest.raises(ConfigError, match="has no column 'prompt'; it has input_ids; which are read for sft alone"):
+        tokenized("prompts", [{"input_ids": [97, 98]}], tokenizer)
 
 
 def test_only_the_last_turn_is_learned(chatml_tokenizer):

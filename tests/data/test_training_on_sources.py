@@ -10,6 +10,7 @@ from jaxrl_llm import train
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.data import tasks
+from jaxrl_llm.training.setup.data import tokenizer_of
 
 
 @pytest.fixture
@@ -127,3 +128,34 @@ def test_training_on_turns_as_shown(root, tmp_path):
     config.data.loss_on = "as_shown"
     row = train(config, train_dataset=[{"messages": messages}] * 8).metrics[-1]
     assert np.isfinite(row["loss"]) and row["step"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streaming", [False, True])
+def test_token_ids_are_trained_on_as_their_texts_are(root, tmp_path, monkeypatch, streaming):
+    """Of axolotl's segments, of its pre-tokenised rows, and of its custom type of instructions."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    config = load_config_file(f"{root / 'configs' / 'sft.py'}:tiny")
+    config.total_steps, config.batch.prompts, config.logging.backends = 2, 4, ("jsonl",)
+    config.eval.every, config.data.shuffle, config.data.streaming = -1, False, streaming
+    tokenizer = tokenizer_of(config)
+    texts = [(row["prompt"], row["answer"]) for row in tasks.generate("sort", size=8)]
+    end = tokenizer.eos_token
+    ids = [[tokenizer(text, add_special_tokens=False)["input_ids"] for text in (ask, say + end)] for ask, say in texts]
+    formats = {
+        "auto": [{"prompt": ask, "completion": say} for ask, say in texts],
+        "user_defined": [{"ask": ask, "say": say} for ask, say in texts],
+        "input_output": [
+            {"segments": [{"text": ask, "label": False}, {"text": say + end, "label": True}]} for ask, say in texts
+        ],
+        None: [{"input_ids": ask + say, "labels": [-100] * len(ask) + say} for ask, say in ids],
+    }
+    losses = {}
+    for name, rows in formats.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        custom = {"field_instruction": "ask", "field_output": "say", "format": "{instruction}"}
+        kind = {"type": custom if name == "user_defined" else name} if name else {}
+        config.data.sources, config.output_dir = ({"path": str(file), **kind},), str(tmp_path / f"run-{name}")
+        losses[name] = [row["loss"] for row in train(config).metrics if row["step"]]
+    assert len(losses["auto"]) == 2 and all(each == losses["auto"] for each in losses.values()), losses

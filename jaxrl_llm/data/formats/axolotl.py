@@ -1,10 +1,10 @@
-"""axolotl's preference formats, its `alpaca` of instructions, and its conversations for supervised fine-tuning.
+"""axolotl's preference formats, and those of supervised fine-tuning: instructions, conversations, segments of texts.
 
 Those of preferences write with fixed texts (`chatml.*`, `llama3.*`, `zephyr.nectar`), with the user's
 (`user_defined.default`), or with the tokenizer's chat template (`chat_template.*`).
 
-Source: axolotl's documentation (docs/rlhf.qmd, docs/dataset-formats/conversation.qmd), prompt_strategies/dpo, /kto and
-/orpo, chat_template.py there, and its prompters.
+Source: axolotl's documentation (docs/rlhf.qmd, docs/dataset-formats), prompt_strategies/dpo, /kto and /orpo,
+chat_template.py and user_defined.py there, and its prompters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,8 @@ from jaxrl_llm.data.formats.native import (
     optional_text,
     text_column,
 )
-from jaxrl_llm.data.templates import render_chat, template_options
+from jaxrl_llm.data.templates import continued_ids, render_chat, template_options
+from jaxrl_llm.data.tokenize import NOT_LEARNED, TOKENS
 
 
 class Template(NamedTuple):
@@ -94,6 +95,24 @@ def alpaca(row: Mapping[str, Any]) -> Row:
 def completion(row: Mapping[str, Any], field: str = "text") -> Row:
     """A text in the column `field`, all of which is learned."""
     return {"text": text_column(row, (field,), "completion")}
+
+
+def input_output(row: Mapping[str, Any], tokenizer: Any = None) -> Row:
+    """`segments` of a text, each tokenised by itself, of which those with `label` are learned; no token is added."""
+    name = "input_output"
+    _, segments = first_column(row, ("segments",), name)
+    ids, labels = list[int](), list[int]()
+    for segment in segments if isinstance(segments, list) else [segments]:
+        text, label = (segment.get(key) if isinstance(segment, Mapping) else None for key in ("text", "label"))
+        if not isinstance(text, str) or label not in (False, True):
+            raise ConfigError(
+                f"column 'segments' holds {segment!r:.80}, but the format {name} takes a list of dictionaries with "
+                "text, and label, true or false, there"
+            )
+        own = continued_ids(tokenizer, ids, text)
+        ids += own
+        labels += own if label else [NOT_LEARNED["labels"]] * len(own)
+    return {TOKENS: ids, "labels": labels}
 
 
 def fixed_pairs(name: str, template: Template, fields: Fields) -> Callable[[Mapping[str, Any]], Row]:
@@ -203,6 +222,30 @@ def user_defined_labels(
         "completion": _fill(completion_format, "completion_format", completion=completion),
         "label": first_column(row, (field_label,), name)[1],
     }
+
+
+def user_defined_completions(
+    row: Mapping[str, Any],
+    system_prompt: str = "",
+    field_system: str = "system",
+    field_instruction: str = "instruction",
+    field_input: str = "input",
+    field_output: str = "output",
+    format: str = "{instruction} {input} ",  # noqa: A002 (axolotl's name)
+    no_input_format: str | None = None,
+    system_format: str = "{system}",
+) -> Row:
+    """Columns and texts of your own choice, with `system_prompt` where the row has no system text; `no_input_format` is
+    for rows without an input, else `format` with an empty one."""
+    name = "user_defined.default"
+    instruction = text_column(row, (field_instruction,), name)
+    given, system = optional_text(row, field_input, name), optional_text(row, field_system, name) or system_prompt
+    if given or no_input_format is None:
+        prompt = _fill(format, "format", instruction=instruction, input=given)
+    else:
+        prompt = _fill(no_input_format, "no_input_format", instruction=instruction)
+    opening = _fill(system_format, "system_format", system=system) if system else ""
+    return {"prompt": opening + prompt, "completion": text_column(row, (field_output,), name)}
 
 
 def _fill(pattern: str, option: str, **values: str) -> str:
@@ -445,7 +488,13 @@ PAIRS: dict[str, Callable[..., Row]] = {
     "chat_template.argilla": argilla,
     "bradley_terry.chat_template": bradley_terry,
 }
-COMPLETIONS: dict[str, Callable[..., Row]] = {"chat_template": chat, "completion": completion}
+COMPLETIONS: dict[str, Callable[..., Row]] = {
+    "chat_template": chat,
+    "completion": completion,
+    "input_output": input_output,
+    "user_defined.default": user_defined_completions,
+    "user_defined": user_defined_completions,
+}
 LABELS: dict[str, Callable[..., Row]] = {
     **{
         f"{family}.{strategy}": fixed_labels(f"{family}.{strategy}", template, column)

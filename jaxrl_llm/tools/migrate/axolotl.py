@@ -453,9 +453,7 @@ def _source(draft: Draft, dataset: dict[str, Any], trainer: str, key: str) -> di
     """Return a data set of `key` with the name of its format as here; what has none is noted."""
     source = {name: value for name, value in dataset.items() if value is not None}
     kind = source.get("type")
-    if trainer in ("sft", "gkd") and (kind in (None, "chat_template", "completion") or isinstance(kind, dict)):
-        if isinstance(kind, dict):
-            draft.check(f"{key}: the type {short(kind)} has no format for sft; write a function row -> dict")
+    if trainer in ("sft", "gkd") and kind in (None, "chat_template", "completion"):
         if kind != "completion":  # which is read as that, whatever other columns there are
             source.pop("type", None)
             _chat(draft, source, dataset, key)

@@ -10,7 +10,7 @@ from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.config.checks.values import reference_adapters
 from jaxrl_llm.config.entries import environment_options, logit_bias
 from jaxrl_llm.config.resolve import split_options
-from jaxrl_llm.config.schema import OFFLINE, ONLINE_PREFERENCE, SCHEDULE_FREE
+from jaxrl_llm.config.schema import OFFLINE, ONLINE_PREFERENCE, SAMPLING_OPTIONS, SCHEDULE_FREE
 from jaxrl_llm.config.tree import spec_of
 from jaxrl_llm.data.curriculum import CurriculumSpec
 from jaxrl_llm.data.images import ImageLimits
@@ -71,6 +71,7 @@ def data_spec(config) -> DataSpec:
         template_kwargs=split_options(f"_({c.chat_template_kwargs})")[1],
         step_separator=c.step_separator or "\n",
         keep_prompt=config.teacher.form == "uld",
+        wrapped=c.packing and c.packing_strategy == "wrapped",
         max_prompt_length=config.rollout.max_prompt_length,
         seed=config.seed,
         batch_size=config.batch.prompts,
@@ -164,7 +165,7 @@ def optimizer_spec(config) -> OptimizerSpec:
 def critic_optimizer_spec(config) -> OptimizerSpec:
     """The optimizer of a critic that is a network of its own: what `critic` sets takes the place of `optimizer`."""
     c, policy = config.critic, optimizer_spec(config)
-    own = {"min_lr_ratio": c.min_lr_ratio, "b1": c.b1, "b2": c.b2, "weight_decay": c.weight_decay}
+    own = {name: c[name] for name in ("min_lr_ratio", "b1", "b2", "weight_decay") if c[name] is not None}
     return replace(
         policy,
         learning_rate=c.learning_rate,
@@ -177,7 +178,7 @@ def critic_optimizer_spec(config) -> OptimizerSpec:
         weight_decay_end=policy.weight_decay_end if c.weight_decay is None else None,
         updates_per_step=(c.minibatches or config.batch.minibatches)
         * (c.num_iterations or config.algorithm.num_iterations),
-        **{name: value for name, value in own.items() if value is not None},
+        **own,
     )
 
 
@@ -213,7 +214,7 @@ def reference_spec(config) -> ReferenceSpec:
 
 
 def average_spec(config) -> AverageSpec | None:
-    """The average of the policy, None where none is kept."""
+    """The average of the policy, or None where none is kept."""
     return spec_of(AverageSpec, config.average) if config.average.every else None
 
 
@@ -226,15 +227,14 @@ def teacher_spec(config) -> TeacherSpec:
 
 
 def context_spec(config) -> ContextSpec | None:
-    """The teacher's context besides the prompts of the policy; None without one."""
+    """The teacher's context besides the prompts of the policy, or None without one."""
     c = config.teacher
     if c.context == "none":
         return None
-    templates = {"template": c.template, "solution_template": c.solution_template}
-    templates |= {"privileged_template": c.privileged_template}
+    names = "template", "solution_template", "privileged_template"
     return ContextSpec(
         c.context, c.success_threshold, c.exclude_own, c.remove_thinking, c.privileged_column,
-        config.rollout.group_size, **{name: text for name, text in templates.items() if text is not None},
+        config.rollout.group_size, **{name: c[name] for name in names if c[name] is not None},
     )  # fmt: skip
 
 
@@ -272,7 +272,7 @@ def is_own_teacher(config) -> bool:
 
 
 def self_reference(config) -> ReferenceSpec | None:
-    """The copy of the policy that is its teacher, `teacher.path = self(rate=..., every=...)`; None: the policy itself.
+    """The copy of the policy that is its teacher, `teacher.path = self(rate=..., every=...)`, or None for itself.
 
     With adapters a copy that is moved a part of the way is of the whole model: a mean of adapters is no mean of what
     they compute.
@@ -347,7 +347,7 @@ def partial_spec(config) -> PartialSpec:
 
 
 def curriculum_spec(config) -> CurriculumSpec | None:
-    """The curriculum of the configuration, None where no prompt is passed over."""
+    """The curriculum of the configuration, or None where no prompt is passed over."""
     c = config.data
     if c.curriculum_easy is None and c.curriculum_hard is None:
         return None
@@ -376,7 +376,7 @@ def learner_spec(config) -> LearnerSpec:
 
 
 def _by_environment(config, option: str, otherwise: float) -> dict[str | None, float]:
-    """The option of each environment that has it, and under None that of all others; empty where none has it."""
+    """The option of each environment that has it, and under None that of all others, or nothing where none has it."""
     entries = environment_options(config.environment.options).items()
     own: dict[str | None, float] = {name: float(options[option]) for name, options in entries if option in options}
     return {None: otherwise, **own} if own else {}
@@ -465,16 +465,7 @@ def training_sampling(config) -> SamplingParams:
 
 def eval_sampling(config) -> SamplingParams:
     """The sampling parameters of an evaluation: those of the run, save what `eval` sets itself."""
-    c = config.eval
-    own = {
-        "temperature": c.temperature,
-        "top_p": c.top_p,
-        "top_k": c.top_k,
-        "min_p": c.min_p,
-        "repetition_penalty": c.repetition_penalty,
-        "frequency_penalty": c.frequency_penalty,
-        "presence_penalty": c.presence_penalty,
-    }
+    own = {name: config.eval[name] for name in SAMPLING_OPTIONS if name in config.eval}
     return replace(training_sampling(config), **{name: value for name, value in own.items() if value is not None})
 
 
