@@ -31,6 +31,7 @@ from jaxrl_llm.serving.handles import Handle
 MODEL = "policy"  # whatever model a request names
 OVER, BUDGET, TOO_LONG = "session_over", "budget_exceeded", "context_length_exceeded"
 LIMITS = ("max_turns", "max_tokens", "seconds")  # of a sub-agent
+COMPARED_IN = ("group", "session")  # of a sub-agent: whose sub-agents of its name its reward is compared with
 LONGEST_NAME = 100
 UNSEEN = ("logit_bias", "bad_words", "min_tokens")  # fields that change what is sampled and that a trainer does not see
 
@@ -85,9 +86,10 @@ class Session:
         turns: TurnTokenizer,
         parent: "Session | None" = None,
         role: str | None = None,
+        compared_in: str = COMPARED_IN[0],
     ):
         self.name, self.key, self.spec, self.turns = name, key, spec, turns
-        self.parent, self.role = parent, role
+        self.parent, self.role, self.compared_in = parent, role, compared_in
         self.sub_agents: list[Session] = []
         self.branches: list[Branch] = []  # in the order in which their last turns ended
         self.over: str | None = None  # why it takes no more calls
@@ -138,19 +140,25 @@ class Session:
     def open_sub_agent(self, body: Mapping[str, Any]) -> "Session":
         """A sub-agent as `{"name": "searcher", "max_turns": 3, "max_tokens": 100, "seconds": 60}` asks for it.
 
+        `compared_in` says with which of its name its own reward is compared, those of the whole group or of the session.
         What it samples depends on the session's key, its name, and how many of that name there were before. Raises
         BadRequestError for other fields and values, and where the session takes no calls.
         """
         self.check_open()
-        if unknown := sorted(body.keys() - {"name", *LIMITS}):
+        if unknown := sorted(body.keys() - {"name", "compared_in", *LIMITS}):
             raise BadRequestError(
-                f"there is no field {unknown[0]!r}; it takes name, {', '.join(LIMITS)}", param=unknown[0]
+                f"there is no field {unknown[0]!r}; it takes name, compared_in, {', '.join(LIMITS)}", param=unknown[0]
             )
         role = body.get("name")
         if not isinstance(role, str) or not 0 < len(role) <= LONGEST_NAME:
             raise BadRequestError(
                 f"name is {role!r:.100}; it takes the sub-agent's name, of up to {LONGEST_NAME} characters",
                 param="name",
+            )
+        compared_in = body.get("compared_in", COMPARED_IN[0])
+        if compared_in not in COMPARED_IN:
+            raise BadRequestError(
+                f"compared_in is {compared_in!r:.100}; it takes {' or '.join(COMPARED_IN)}", param="compared_in"
             )
         for name in LIMITS:
             limit = body.get(name)
@@ -162,7 +170,7 @@ class Session:
         calls, tokens, seconds = (body.get(name) for name in LIMITS)
         end = math.inf if seconds is None else time.monotonic() + seconds
         spec = dataclasses.replace(self.spec, calls=calls or self.spec.calls, tokens=tokens, end=end)
-        sub_agent = Session(f"{self.name}.{len(self.sub_agents)}", key, spec, self.turns, self, role)
+        sub_agent = Session(f"{self.name}.{len(self.sub_agents)}", key, spec, self.turns, self, role, compared_in)
         self.sub_agents.append(sub_agent)
         return sub_agent
 

@@ -16,7 +16,7 @@ import pytest
 
 import jaxrl_llm
 from jaxrl_llm.algorithms.batch import Inputs
-from jaxrl_llm.algorithms.turn_advantages import turn_table
+from jaxrl_llm.algorithms.turn_advantages import compared_in_state, turn_table
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.data.observations import TurnTokenizer
@@ -242,6 +242,31 @@ def test_sub_agents_are_parts_of_the_row(model, play):
         assert first.end < second.end < last.end
     assert metrics["environment/calls"] == [5.0] * 2 and len(metrics["environment/sub_agents/solver"]) == 4
     assert totals["environment/left_out_tokens"] == 0
+
+
+def proposer(base_url, api_key, task):
+    """A problem, and three answers to it that are compared with each other alone."""
+    with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=1000) as client:
+        for number in range(3):
+            body = {"name": "solver", "compared_in": "session"}
+            opened = client.post("/sub_agents", cast_to=dict, body=body)
+            with openai.OpenAI(base_url=opened["base_url"], api_key=api_key, timeout=1000) as solver:
+                solver.completions.create(model="any", prompt=task["prompt"], max_tokens=2)
+                solver.post("/reward", cast_to=object, body={"reward": float(number)})
+        client.completions.create(model="any", prompt=task["prompt"], max_tokens=2)
+    return 1.0
+
+
+def test_sub_agents_that_are_compared_in_their_session(play):
+    """As the solvers of prime-rl's hierarchical_grpo: reward minus the mean of those on the same problem."""
+    _, episodes = play(proposer, [{"prompt": "s:21="}], workers=2, calls=5, branches=5)
+    (parts, most), roles = episodes.parts(), episodes.roles()
+    table = turn_table(parts, most, K, 0)
+    for row in range(K):
+        table.rewards[row, :3] += 10 * row  # problems that differ in difficulty
+    compared = np.asarray(compared_in_state(table.rewards, table.states, K, "none"))
+    np.testing.assert_allclose(compared[:, :3], [[-1.0, 0.0, 1.0]] * K, atol=1e-5)
+    assert roles == [["solver"] * 3 + ["agent"]] * K
 
 
 @functools.cache

@@ -436,7 +436,8 @@ def test_sub_agents_have_names_keys_and_limits_of_their_own(turns):
     [
         ({}, "name is None"),
         ({"name": "x" * 101}, "up to 100 characters"),
-        ({"name": "a", "calls": 1}, "there is no field 'calls'; it takes name, max_turns, max_tokens, seconds"),
+        ({"name": "a", "calls": 1}, "no field 'calls'; it takes name, compared_in, max_turns, max_tokens, seconds"),
+        ({"name": "a", "compared_in": "row"}, "compared_in is 'row'; it takes group or session"),
         ({"name": "a", "max_turns": 1.5}, "max_turns is 1.5; it takes a number above 0"),
         ({"name": "a", "seconds": float("inf")}, "seconds is inf"),
         ({"name": "a", "max_tokens": 0}, "max_tokens is 0"),

@@ -101,7 +101,9 @@ def session_row(session: Session, longest: int, most: int) -> SessionRow | None:
         row.logps.extend([*[0.0] * len(prompt), *branch.logps])
         row.segments.extend([segment] * (len(prompt) + len(mask)))
         own = _reward(one, Outcome()) if one is not session else None
-        part = Turn(len(row.mask), math.nan if own is None else _total(own), one.role)
+        # Parts of one state are compared: sub-agents of a name, and maybe of a session.
+        state = one.role if one.compared_in == "group" else (one.role, session.name)
+        part = Turn(len(row.mask), math.nan if own is None else _total(own), state)
         if row.parts and one is found[kept[segment - 2]][0]:
             row.parts.pop()
         row.parts.append(part)
@@ -177,8 +179,12 @@ class AgentEpisodes:
 
     def roles(self) -> list[list[str]]:
         """The names of the parts of each row, `agent/sub-agent`, as far as there are several; else `agent`."""
+
+        def role(part: Turn) -> str | None:
+            return part.state[0] if isinstance(part.state, tuple) else part.state
+
         return [
-            ["/".join(filter(None, (name, part.state))) or "agent" for part in own]
+            ["/".join(filter(None, (name, role(part)))) or "agent" for part in own]
             for name, own in zip(self.names, self.parts()[0], strict=True)
         ]
 
@@ -377,7 +383,7 @@ def _total(reward: Reward) -> float:
 
 
 def _reward(session: Session, outcome: Outcome) -> Reward | None:
-    """The reward that an agent returned, or else posted: the session's, or the sum of its turns. None if it failed."""
+    """The reward that an agent returned, or else posted: the session's, or its turns' sum; None if it failed."""
     if outcome.failure is not None:
         return None
     if outcome.reward is not None:
