@@ -262,22 +262,23 @@ def test_flat_groups_are_filled_with_fresh_ones(fresh_flat, expected, still):
 
 
 @pytest.mark.parametrize("per_row", [False, True])
-@pytest.mark.parametrize("seen", [False, True])
-def test_images_come_with_their_groups(per_row, seen):
-    """Those of prompts, or of each row, where the held groups have some or none."""
+@pytest.mark.parametrize(("seen", "more"), [(True, True), (False, True), (True, False)])
+def test_images_come_with_their_groups(per_row, seen, more):
+    """Those of prompts, or of each row, where the held groups have some or none, and where the fresh ones have none."""
 
     def images(first):
         count = jnp.arange(first, first + (6 if per_row else 3))
         return Images(jnp.zeros((len(count), 1, 2, 2, 3)), count)
 
     held, fresh = sampled_of([10, 11, 20, 21, 30, 31]), sampled_of([50, 51, 60, 61, 70, 71])
-    held, fresh = held._replace(images=images(1) if seen else None), fresh._replace(images=images(11))
+    held = held._replace(images=images(1) if seen else None)
+    fresh = fresh._replace(images=images(11) if more else None)
     with jax.set_mesh(MESH):
         filled, _ = fill(held, np.array([True, False, True]), fresh, np.array([False, True, False]), MESH)
     assert filled.images is not None
     own = [3, 4] if per_row else [2]
     expected = [11, 12, *own, 15, 16] if per_row else [11, *own, 13]
-    assert filled.images.count.tolist() == [x if seen or x > 10 else 0 for x in expected]
+    assert filled.images.count.tolist() == [x if (more if x > 10 else seen) else 0 for x in expected]
 
 
 def test_adaptive_kl_of_the_configuration():

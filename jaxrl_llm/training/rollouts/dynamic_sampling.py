@@ -9,11 +9,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Images
-from jaxrl_llm.algorithms.turn_advantages import Turns
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import constrain, rows_to_global
 from jaxrl_llm.training.logging.reward_metrics import join
-from jaxrl_llm.training.rollouts.experience import Partial, Rollouts
+from jaxrl_llm.training.rollouts.experience import ON_HOST, Partial, Rollouts, of_rows
 
 
 def fill(
@@ -29,49 +28,34 @@ def fill(
     source = np.arange(groups)
     source[slots] = groups + usable
     index = (source[:, None] * size + np.arange(size)).reshape(-1)  # into the local rows of held, then of fresh
-
-    def pick(old: list, new: list, where: np.ndarray) -> list:
-        both = [*old, *new]
-        return [both[i] for i in where]
-
-    def picked(old: Turns | None, new: Turns | None) -> Turns | None:
-        if old is None or new is None:
-            return None
-        return Turns(*(np.concatenate(both)[index] for both in zip(old, new, strict=True)))
-
-    def per_row(old: list | None, new: list | None) -> list | None:
-        return None if old is None or new is None else pick(old, new, index)
-
     rows, own_rows = groups * size, RowGroup.of(mesh)
+
+    def pick(old: Any, new: Any, where: np.ndarray = index) -> Any:
+        both = [*old, *new] if isinstance(old, list) else np.concatenate([old, new])
+        return [both[i] for i in where] if isinstance(both, list) else both[where]
 
     def in_global(local: np.ndarray, own: int) -> np.ndarray:
         """The same in global rows, where all of held comes before all of fresh."""
         before = np.where(local < own, own_rows.index, own_rows.index + own_rows.count - 1)  # shares of other groups
         return (local + before * own).astype(np.int32)
 
-    images, partial = held.images, held.partial
+    images, others, partial = held.images, fresh.images, held.partial
     if partial is not None and fresh.partial is not None:
-        versions = np.concatenate([partial.versions, fresh.partial.versions])[index]
-        partial = Partial(versions, fresh.partial.waiting, partial.rounds + fresh.partial.rounds)
-    if fresh.images is not None:
-        images = jax.tree.map(jnp.zeros_like, fresh.images) if images is None else images
-        of_rows = len(images.count) == len(held.rollout.tokens)
-        chosen = in_global(index, rows) if of_rows else in_global(source, groups)
-        images = _pick_rows(*_as_wide(images, fresh.images), rows_to_global(chosen, mesh))
+        versions, rounds = pick(partial.versions, fresh.partial.versions), partial.rounds + fresh.partial.rounds
+        partial = Partial(versions, fresh.partial.waiting, rounds)
+    if images is not None or others is not None:  # of prompts without images in one of the two
+        images = jax.tree.map(jnp.zeros_like, others) if images is None else images
+        others = jax.tree.map(jnp.zeros_like, images) if others is None else others
+        per_row = len(images.count) == len(held.rollout.tokens)
+        chosen = in_global(index, rows) if per_row else in_global(source, groups)
+        images = _pick_rows(*_as_wide(images, others), rows_to_global(chosen, mesh))
     filled = held._replace(
         rollout=_pick_rows(held.rollout, fresh.rollout, rows_to_global(in_global(index, rows), mesh)),
         images=images,
         partial=partial,
         examples=pick(held.examples, fresh.examples, source),
-        prompts=pick(held.prompts, fresh.prompts, index),
-        completions=pick(held.completions, fresh.completions, index),
-        rewards=np.concatenate([held.rewards, fresh.rewards])[index],
         logged=join(held.logged, fresh.logged, index, rows),
-        turns=picked(held.turns, fresh.turns),
-        parts=picked(held.parts, fresh.parts),
-        roles=per_row(held.roles, fresh.roles),
-        environments=per_row(held.environments, fresh.environments),
-        reference_scores=per_row(held.reference_scores, fresh.reference_scores),
+        **of_rows(pick, (held, fresh), ON_HOST),
     )
     still_flat = flat.copy()
     still_flat[slots] = False

@@ -218,7 +218,7 @@ def packed_queue(batches: Sequence[Rollouts], group: RowGroup) -> dict[str, Any]
 
 
 def unpacked_queue(arrays: Mapping[str, Any]) -> list[Rollouts]:
-    """The batches of a `packed_queue`, of all row groups, on the host; none without one."""
+    """The batches of a `packed_queue`, of all row groups, on the host, or none without one."""
     return [_whole(shares) for shares in _queue_shares(arrays)]
 
 
@@ -235,7 +235,7 @@ def placed_queue(arrays: Mapping[str, Any], mesh: Mesh) -> list[Rollouts]:
 
 
 def _queue_shares(arrays: Mapping[str, Any]) -> list[list[Rollouts]]:
-    """Of each batch of a `packed_queue` the shares of the row groups, on the host."""
+    """The shares of the row groups, on the host, of each batch of a `packed_queue`."""
     if "queue" not in arrays:
         return []
     packed = np.asarray(arrays["queue"]["bytes"])
@@ -249,20 +249,21 @@ def _whole(shares: Sequence[Rollouts]) -> Rollouts:
     return whole._replace(logged=whole.logged._replace(metrics=logs.metrics, totals=logs.totals))
 
 
-# Of `Rollouts`, what has an entry for each row or prompt: lists, and trees of arrays.
-OF_ROWS = (
-    "rollout", "prompts", "completions", "rewards", "turns", "images", "parts", "roles", "environments",
-    "reference_scores",
-)  # fmt: skip
+# The fields of `Rollouts` that have an entry for each row: lists, and trees of arrays.
+ON_HOST = ("prompts", "completions", "rewards", "turns", "parts", "roles", "environments", "reference_scores")
+
+
+def of_rows(function: Callable[..., Any], batches: Sequence[Rollouts], fields: Sequence[str]) -> dict[str, Any]:
+    """These fields, with `function` of the lists and arrays that the batches have there; None stays."""
+    return {
+        name: jax.tree.map(function, *(getattr(x, name) for x in batches), is_leaf=lambda x: isinstance(x, list))
+        for name in fields
+    }
 
 
 def _by_rows(function: Callable[..., Any], batches: Sequence[Rollouts]) -> Rollouts:
-    """The first of the batches, on the host, with `function` of what all have of their rows in its place."""
-    first = batches[0]
-    found: dict[str, Any] = {
-        name: jax.tree.map(function, *(getattr(x, name) for x in batches), is_leaf=lambda x: isinstance(x, list))
-        for name in OF_ROWS
-    }
+    """The first of the batches, on the host, with `function` of the rows of all batches in place of its own."""
+    first, found = batches[0], of_rows(function, batches, ("rollout", "images", *ON_HOST))
     columns = {name: function(*(x.logged.columns[name] for x in batches)) for name in first.logged.columns}
     if first.partial is not None:
         versions = function(*(x.partial.versions for x in batches if x.partial is not None))
