@@ -1,5 +1,6 @@
 """Every data format against texts written by hand from the formats' documentation."""
 
+import json
 import re
 
 import pytest
@@ -396,6 +397,29 @@ def test_sharegpt_reads_turns_of_both_kinds_in_a_table():
         ("user", "a"),
         ("assistant", "b"),
     ]
+
+
+def test_sharegpt_with_tools_and_a_system_text():
+    """As LLaMA-Factory has them."""
+    call = {"name": "add", "arguments": {"a": 1}}
+    turns = [
+        {"from": "human", "value": "1?"},
+        {"from": "function_call", "value": json.dumps(call)},
+        {"from": "observation", "value": "2"},
+        {"from": "gpt", "value": "two"},
+    ]
+    row = {"conversations": turns, "system": "Add.", "tools": "[]"}
+    system, ask, called, result, answer = find("auto", "completions")(row)["messages"]
+    assert (system["content"], ask["role"], result["role"], answer["content"]) == ("Add.", "user", "tool", "two")
+    assert called["role"] == "assistant" and [each["function"] for each in called["tool_calls"]] == [call]
+    turns[1]["value"] = json.dumps([call, call])
+    assert len(find("sharegpt")(row)["messages"][2]["tool_calls"]) == 2
+    turns.insert(0, {"from": "system", "value": "Own."})
+    assert [x["content"] for x in find("sharegpt")(row)["messages"] if x["role"] == "system"] == ["Own."]
+    for wrong in ("look", "[]", '{"name": "a"}', "[1]"):
+        turns[2]["value"] = wrong
+        with pytest.raises(ConfigError, match=r"the function_call .* takes JSON with name and arguments there"):
+            find("sharegpt")(row)
 
 
 def test_every_format_has_a_row_in_the_table(tokenizer):

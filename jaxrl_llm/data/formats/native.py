@@ -11,10 +11,11 @@ from typing import Any
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.pairs import has_prompt, split_pair
-from jaxrl_llm.data.templates import is_conversational, render_chat, template_options
+from jaxrl_llm.data.templates import SYSTEM_ROLES, is_conversational, render_chat, template_options, tool_calls
 from jaxrl_llm.data.tokenize import TEXTS
 
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+# The last two are LLaMA-Factory's: a turn that calls tools, and what answers it.
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 
 
 def auto(row: Mapping[str, Any], data_kind: str | None = None) -> Mapping[str, Any]:
@@ -105,7 +106,11 @@ def turn_message(turn: Any) -> Row:
 
 
 def sharegpt(row: Mapping[str, Any], field: str = "conversations") -> Row:
-    """ShareGPT's `conversations`, lists of {from, value}, as messages; human is the user and gpt the assistant."""
+    """ShareGPT's `conversations`, lists of {from, value}, as messages, behind the text in the column `system`.
+
+    human is the user and gpt the assistant; the value of a function_call is JSON of name and arguments, or a list of
+    these, and that of an observation the result.
+    """
     _, turns = first_column(row, (field,), "sharegpt")
     messages = []
     for turn in turns if isinstance(turns, list) else [turns]:
@@ -118,9 +123,28 @@ def sharegpt(row: Mapping[str, Any], field: str = "conversations") -> Row:
             for names in (("from", "role"), ("value", "content"))
         )
         others = {k: v for k, v in turn.items() if k not in ("from", "value", "role", "content")}
+        if role == "function_call":
+            content, others["tool_calls"] = "", _calls_of(content, field)
         messages.append({"role": SHAREGPT_ROLES.get(str(role), role), "content": content, **others})
     check_messages(messages, field, "sharegpt")
+    if messages[0]["role"] not in SYSTEM_ROLES and (system := optional_text(row, "system", "sharegpt")):
+        messages = [{"role": "system", "content": system}, *messages]
     return {"messages": messages}
+
+
+def _calls_of(value: Any, field: str) -> list[Row]:
+    """The calls of a turn of ShareGPT that is a function_call."""
+    try:
+        calls = json.loads(value)
+        calls = calls if isinstance(calls, list) else [calls]
+        if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
+            raise ValueError
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f"column {field!r} has the function_call {value!r:.80}, but the format sharegpt takes JSON with name and "
+            "arguments there"
+        ) from None
+    return tool_calls(calls)
 
 
 def openai_preference(row: Mapping[str, Any]) -> Row:
