@@ -284,9 +284,10 @@ difference.
 - score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`); transformers has none
   of Granite, OLMoE, Gemma 3n and 4, Llama 4, ERNIE 4.5, LFM2 and 3, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo
   Hybrid, Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open, nanochat,
-  VaultGemma, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam, DeepSeek-V3.2, Hunyuan 3, Mellum,
+  VaultGemma, Bamba, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam, DeepSeek-V3.2, Hunyuan 3, Mellum,
   Command A+, MiMo-V2, Laguna, Apertus 1.5, Ling 3, Kolibri, MiniMax-M3 and the mixtures of experts of Qwen3.5, GLM and
-  Granite. Step heads of GPT-2, Pythia and Falcon are refused: their classes have other names.
+  Granite. Step heads of GPT-2, GPT-J, GPT-Neo, StarCoder 1, Pythia and Falcon are refused: their classes have other
+  names, or there are none.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
@@ -294,9 +295,9 @@ difference.
 - Rotary positions: {kinds}; the entries of transformers 4
   (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`), also one set for each type of layer (Gemma 3 and 4, OLMo 3,
   Mellum, Laguna), a part of each head (Phi-1 to 3, Pythia, StableLM, Nemotron-4, MiMo-V2), neighbouring dimensions
-  together (GLM, ERNIE 4.5, Command R), a base that is stretched by an `alpha` (Hunyuan), and layers without (SmolLM3,
-  Llama 4, EXAONE 4.0, Trinity, Command A, Nemotron, Kolibri, Kimi Linear, and OLMo Hybrid where its base is null or
-  left out: its authors mean none by both, and transformers takes 10000 where it is left out). With `dynamic`, rows
+  together (GLM, ERNIE 4.5, Command R, GPT-J), a base that is stretched by an `alpha` (Hunyuan), and layers without
+  (SmolLM3, Llama 4, EXAONE 4.0, Trinity, Command A, Nemotron, Kolibri, Kimi Linear, and OLMo Hybrid where its base is
+  null or left out: its authors mean none by both, and transformers takes 10000 where it is left out). With `dynamic`, rows
   longer than `max_position_embeddings` are scored and trained on, but not sampled; so are those longer than
   `original_max_position_embeddings` with `longrope` (Phi-3-mini-128k, Phi-3.5-mini and Phi-4-mini: 4096), whose
   documents are each rotated by their own length. With the numbers of `long_factor` as those of `short_factor` too, rows
@@ -347,21 +348,21 @@ difference.
   no adapters.
 - xIELU (arXiv 2411.13010), the activation of Apertus: `a x^2 + b x` above 0 and `c (exp(x) - 1 - x) + b x` below it,
   in fp32. Its two numbers of each layer, of which a and c are the softplus, are trained with the rest; `b` stays.
-- Learned positions (GPT-2, OPT) in place of rotary ones: a row of a table is added to each token's embedding, counted
-  from the start of its document. Documents longer than the table are refused before anything is sampled or trained (of
-  a critic and a teacher too); rows of `data.packing` may be longer. A reward model refuses a longer row when it comes
-  (`max_length` keeps its end).
-- Layer norms, with a bias (GPT-2, Pythia, OPT, Phi-2, StableLM, StarCoder 2, Falcon, Nemotron-4, Jais 2), without one
-  (Command R and A), or without parameters (OLMo 1, Galactica). OPT-350M norms after each residual sum, has no last
-  norm, and projects its narrower embedding to the model's width and back before its heads.
+- Learned positions (GPT-2, GPT-Neo, StarCoder 1, OPT) in place of rotary ones: a row of a table is added to each
+  token's embedding, counted from the start of its document. Documents longer than the table are refused before anything
+  is sampled or trained (of a critic and a teacher too); rows of `data.packing` may be longer. A reward model refuses a
+  longer row when it comes (`max_length` keeps its end).
+- Layer norms, with a bias (GPT-2, GPT-J, GPT-Neo, Pythia, OPT, Phi-2, StableLM, StarCoder, Falcon, Nemotron-4, Jais 2),
+  without one (Command R and A), or without parameters (OLMo 1, Galactica). OPT-350M norms after each residual sum, has
+  no last norm, and projects its narrower embedding to the model's width and back before its heads.
 - Norms without parameters for embeddings, layers, and already rotated queries and keys; rotation by negative angles
   (nanochat).
-- Attention and feed-forward side by side, behind one layer norm (Command R, R7B and A, Phi-2, Falcon 7B and 11B, some
-  StableLM) or one each (Pythia, Falcon 40B and 180B).
+- Attention and feed-forward side by side, behind one layer norm (Command R, R7B and A, Phi-2, GPT-J, Falcon 7B and 11B,
+  some StableLM) or one each (Pythia, Falcon 40B and 180B).
 - Norms of queries and keys with a scale for each head, one array (Command R+) or a tensor for each (StableLM 2 12B).
-- Queries, keys and values by one map, as the files have it: all of one after another (GPT-2), or those of each
-  key/value head together (Pythia, Falcon). GPT-2's files hold their matrices as `[in, out]`.
-- A head with a bias (Phi-2), in every log-prob, entropy, divergence and sample. Dropout of a config.json is not
+- Queries, keys and values by one map, as the files have it: all of one after another (GPT-2, StarCoder 1), or those of
+  each key/value head together (Pythia, Falcon). GPT-2's files hold their matrices as `[in, out]`.
+- A head with a bias (Phi-2, GPT-J), in every log-prob, entropy, divergence and sample. Dropout of a config.json is not
   computed, as with TRL's `disable_dropout`; `lora.dropout` is.
 - A tokenizer needs no padding token (GPT-2's and Pythia's have none), as padding is known by its place. One without a
   chat template takes rows of text, and refuses messages unless `data.chat_template` names a template.

@@ -18,6 +18,7 @@ from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
     BailingHybridConfig,
+    BambaConfig,
     Cohere2Config,
     Cohere2MoeConfig,
     CohereConfig,
@@ -46,6 +47,9 @@ from transformers import (
     GlmConfig,
     GlmMoeDsaConfig,
     GPT2Config,
+    GPTBigCodeConfig,
+    GPTJConfig,
+    GPTNeoConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
@@ -188,6 +192,11 @@ NEMOTRON_H = {  # steps that transformers would cut off in whole rows, but not i
 }  # fmt: skip
 SMALL_GPT: dict[str, Any] = {  # the entries of SHAPE under the names of GPT-2
     "vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.15,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+}  # fmt: skip
+SMALL_NEO: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64,
+    "attention_types": [[["global", "local"], 1]], "window_size": WINDOW, "initializer_range": 0.15,
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }  # fmt: skip
 SMALL_OPT: dict[str, Any] = {
@@ -395,6 +404,11 @@ VARIANTS = {
         **SHAPE, **MAMBA, mamba_d_ssm=None, mamba_rms_norm=True, mamba_norm_before_gate=False,
         mamba_conv_bias=False, attention_bias=True, mlp_bias=True,
     ),
+    "bamba": lambda: BambaConfig(**SHAPE, **MAMBA, attn_layer_indices=[1]),
+    "bamba-biases": lambda: BambaConfig(
+        **SHAPE, **MAMBA | {"mamba_n_groups": 1}, mamba_conv_bias=False, mamba_proj_bias=True,
+        attention_bias=True, mlp_bias=True, attn_layer_indices=[0], tie_word_embeddings=True, rms_norm_eps=1e-3,
+    ),
     "dots1": lambda: Dots1Config(
         **SHAPE | {"num_hidden_layers": 3}, head_dim=8, num_experts_per_tok=2, n_routed_experts=8, n_shared_experts=2,
         n_group=2, topk_group=1, moe_intermediate_size=16, first_k_dense_replace=1, norm_topk_prob=True,
@@ -428,6 +442,15 @@ VARIANTS = {
     "gpt2": lambda: GPT2Config(**SMALL_GPT),
     "gpt2-untied": lambda: GPT2Config(
         **SMALL_GPT, n_inner=48, activation_function="relu", scale_attn_weights=False, tie_word_embeddings=False
+    ),
+    "gptj": lambda: GPTJConfig(**SMALL_GPT, rotary_dim=6),
+    "gpt_neo": lambda: GPTNeoConfig(**SMALL_NEO),
+    "gpt_neo-global": lambda: GPTNeoConfig(
+        **SMALL_NEO | {"attention_types": [[["global"], 2]]}, intermediate_size=48, tie_word_embeddings=False
+    ),
+    "gpt_bigcode": lambda: GPTBigCodeConfig(**SMALL_GPT),
+    "gpt_bigcode-heads": lambda: GPTBigCodeConfig(
+        **SMALL_GPT, multi_query=False, n_inner=48, activation_function="gelu", tie_word_embeddings=False
     ),
     "gpt_neox": lambda: GPTNeoXConfig(**ALONE),
     "gpt_neox-sequential": lambda: GPTNeoXConfig(
@@ -657,7 +680,7 @@ NO_CLASSIFIER = (  # of which transformers has none
     "gemma4_unified_text", "exaone_moe", "granite_swa", "granitemoe_swa", "youtu", "internlm3", "hyperclovax",
     "iquestcoder", "sarvam_moe", "sarvam_mla", "deepseek_v32", "glm_moe_dsa", "hy_v3", "mellum", "cohere2_moe",
     "mimo_v2_flash", "laguna", "apertus1p5_text", "bailing_hybrid", "kolibri1",
-    "minimax_m3_vl_text",
+    "minimax_m3_vl_text", "bamba",
 )  # fmt: skip
 # Families whose nets another describes too.
 ALIKE = {
@@ -696,7 +719,7 @@ def oracle_logits(oracle, tokens, **arguments):
 def counts_padding(oracle) -> bool:
     """True of models for which padding on the left counts in transformers: as places that scale queries, as tokens of
     blocks, or as those that a convolution sees by their bias."""
-    names = ("attn_temperature_tuning", "index_block_size", "conv_bias", "use_bias")
+    names = ("attn_temperature_tuning", "index_block_size", "conv_bias", "use_bias", "mamba_proj_bias")
     return any(getattr(oracle.config, name, False) for name in names)
 
 

@@ -240,8 +240,9 @@ def as_transformers_4_writes(entries):
 
 # It came with version 5, has no rotary positions, or a base that is not config.json's.
 OTHER_ROTARY = (
-    "gemma4", "nemotron_h", "kimi_linear", "olmo_hybrid", "hunyuan_v1_dense-alpha", "gpt2", "opt", "lfm3",
+    "gemma4", "nemotron_h", "kimi_linear", "olmo_hybrid", "hunyuan_v1_dense-alpha", "gpt2", "opt", "lfm3", "gptj",
     "granite_swa", "granitemoe_swa", "mellum", "mimo_v2_flash", "laguna",
+    "gpt_neo", "gpt_bigcode",
 )  # fmt: skip
 
 

@@ -42,6 +42,9 @@ TOKENS = np.random.default_rng(0).integers(1, VOCAB, (2, 7))
 MODULES = {  # of linear maps in the layers
     "gpt2": {"c_attn", "c_proj", "c_fc"},
     "gpt_neox": {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
+    "gptj": {"q_proj", "k_proj", "v_proj", "out_proj", "fc_in", "fc_out"},
+    "gpt_bigcode": {"c_attn", "c_proj", "c_fc"},
+    "gpt_neo": {"q_proj", "k_proj", "v_proj", "out_proj", "c_fc", "c_proj"},
     "opt-narrow": {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"},
     "phi": {"q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"},
     "nanochat": {"q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2"},
@@ -80,7 +83,7 @@ def test_adapters_are_those_of_peft(variant, tmp_path):
     assert entries["fan_in_fan_out"] == (variant == "gpt2")
     again = load_model(tmp_path / "base", adapter=tmp_path / "adapter")
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
-    if variant not in ("gpt2", "gpt_neox"):
+    if variant not in ("gpt2", "gpt_neox", "gptj", "gpt_bigcode"):
         return
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     made = peft.get_peft_model(base, peft.LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM")).eval()
@@ -94,6 +97,7 @@ def test_adapters_are_those_of_peft(variant, tmp_path):
     ("variant", "prefix", "extra"),
     [
         ("gpt2", "transformer.", {"h.0.attn.bias": np.ones((1, 1, 8, 8), np.float32)}),
+        ("gpt_neo", "", {"transformer.h.0.attn.attention.bias": np.ones((1, 1, 8, 8), np.float32)}),
         ("opt", "model.", {"lm_head.weight": None}),
         ("gpt_neox", "", {"gpt_neox.layers.1.attention.masked_bias": np.ones((), np.float32)}),
     ],
@@ -146,6 +150,9 @@ def test_step_heads_that_are_named_otherwise_are_refused(variant, tmp_path):
 REFUSED = {
     "gpt2": ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
     "falcon": ({"alibi": True}, "alibi = True is not supported; supported: false"),
+    "gpt_neo": ({"attention_types": [[["near"], 2]]}, r"attention_types = .* the types global and local"),
+    "gptj": ({"rotary_dim": 7}, "rotary_dim = 7 is not supported; supported: even numbers up to n_embd / n_head = 8"),
+    "bamba": ({"attn_layer_indices": [2]}, r"attn_layer_indices = \[2\] .* integers from 0 to .* = 1"),
     "phi": ({"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported"),
     "opt": ({"activation_function": "tanh"}, "hidden_act = 'tanh' is not supported; supported: gelu, gelu_new"),
     "deepseek_v2": ({"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' is not supported; supported: greedy and"),

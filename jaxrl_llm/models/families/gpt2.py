@@ -63,9 +63,16 @@ def unused_tensors(config: ModelConfig) -> set[str]:
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = DEFAULTS | renamed(hf, NAMES)
+    return read(DEFAULTS | renamed(hf, NAMES), ARCHITECTURE, overrides)
+
+
+def read(
+    hf: dict[str, Any], family: dict[str, str], overrides: dict[str, Any], fields: dict[str, Any] | None = None
+) -> ModelConfig:
+    """The ModelConfig of a `family` with the shape of GPT-2, all of whose entries are there under their common names;
+    `fields` are those in which it differs."""
     if not hf.get("intermediate_size"):  # null, or left out
-        hf |= {"intermediate_size": 4 * positive(hf, "hidden_size")}
+        hf = hf | {"intermediate_size": 4 * positive(hf, "hidden_size")}
     unset(hf, "scale_attn_by_inverse_layer_idx", "add_cross_attention")
     own = {
         **decoder.LAYER_NORMS,
@@ -76,14 +83,27 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         "query_scale": None if hf["scale_attn_weights"] else 1.0,
         "ffn_gate": False,
         "lora_names": (("o", "c_proj"), ("down", "c_proj")),
+        **(fields or {}),
     }
-    return decoder.to_config(hf, ARCHITECTURE, own, overrides, activations=decoder.PLAIN)
+    return decoder.to_config(hf, family, own, overrides, activations=decoder.PLAIN)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own = {"n_positions": config.learned_positions, "scale_attn_weights": config.query_scale is None}
+    return write(config, base, DEFAULTS, ARCHITECTURE, MODEL_TYPE, {})
+
+
+def write(
+    config: ModelConfig,
+    base: dict[str, Any] | None,
+    defaults: dict[str, Any],
+    family: dict[str, str],
+    model_type: str,
+    own: dict[str, Any],
+) -> dict[str, Any]:
+    """The same of a `family` with the shape of GPT-2, and its `own` entries."""
+    own = {"n_positions": config.learned_positions, "scale_attn_weights": config.query_scale is None, **own}
     if base is not None and not base.get("n_inner") and config.ffn == 4 * config.width:
         own["intermediate_size"] = base.get("n_inner")
     without = (*decoder.ROTARY_AND_GROUPED, *(("max_position_embeddings",) if base is None else ()))
-    return decoder.from_own_names(config, base, NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own, without)
+    return decoder.from_own_names(config, base, NAMES, defaults, family, model_type, own, without)

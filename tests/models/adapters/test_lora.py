@@ -130,7 +130,7 @@ def test_peft_gives_the_same_logits_and_gradients(llama_folder, adapter, adapted
     "variant",
     variants(
         ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2-biases", "lfm3", "granitemoehybrid",
-         "nemotron_h", "falcon_h1", "kimi_linear", "olmo_hybrid", "bailing_hybrid"]
+         "nemotron_h", "falcon_h1", "kimi_linear", "olmo_hybrid", "bailing_hybrid", "bamba"]
     ),
 )  # fmt: skip
 def test_other_mixers_have_the_adapters_of_peft(tmp_path, variant):
@@ -149,7 +149,7 @@ def test_other_mixers_have_the_adapters_of_peft(tmp_path, variant):
             save_hf(load_model(tmp_path / "base", quantize=kind), base)
         oracle = in_peft(base, tmp_path / f"{kind}-adapter", attn_implementation="eager")
         adapted = {name.split(".")[-2] for name, _ in oracle.named_modules() if name.endswith(".lora_A")}
-        names = ("lfm2-biases", "lfm3", "granitemoehybrid", "nemotron_h", "falcon_h1")
+        names = ("lfm2-biases", "lfm3", "granitemoehybrid", "nemotron_h", "falcon_h1", "bamba")
         projections = {name: {"in_proj"} for name in names}
         projections |= {"kimi_linear": set(), "olmo_hybrid": set(), "bailing_hybrid": set()}
         projections["qwen3_next"] = {"in_proj_qkvz", "in_proj_ba"}

@@ -1,0 +1,84 @@
+"""GPT-Neo (EleutherAI, 2021): learned positions, layer norms, scores that nothing scales, and a window in every other
+layer."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder, layer_types
+from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear, maps
+from jaxrl_llm.models.families.entries import positive, refuse, renamed
+from jaxrl_llm.models.model_config import ModelConfig
+
+MODEL_TYPE = "gpt_neo"
+# The tensors of transformers' class for steps have other names than the table.
+ARCHITECTURE = {"lm": "GPTNeoForCausalLM", "score": "GPTNeoForSequenceClassification", "step": ""}
+LAYER = "transformer.h.{layer}."
+KEYS = (
+    TensorName("embed/weight", "transformer.wte.weight"),
+    TensorName("positions/weight", "transformer.wpe.weight"),
+    *layer_norm("norm", "transformer.ln_f"),
+    TensorName("head/kernel", "lm_head.weight", transpose=True),
+    *linear("score", "score"),
+    *layer_norm("layers/input_norm", f"{LAYER}ln_1"),
+    *layer_norm("layers/post_attention_norm", f"{LAYER}ln_2"),
+    *maps("layers/attention", f"{LAYER}attn.attention", decoder.QKVO | {"o": "out_proj"}),
+    *maps("layers/mlp", f"{LAYER}mlp", {"up": "c_fc", "down": "c_proj"}),
+)
+NAMES = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "activation_function": "hidden_act",
+}
+DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "gelu_new",
+    "max_position_embeddings": 2048,
+    "window_size": 256,
+    "attention_types": [[["global", "local"], 12]],
+    "tie_word_embeddings": True,
+}  # for entries that are left out
+TYPES = {"global": layer_types.FULL, "local": layer_types.SLIDING}
+
+
+def unused_tensors(config: ModelConfig) -> set[str]:
+    """The masks that older files hold."""
+    names = ("attn.attention.bias", "attn.attention.masked_bias")
+    return {f"{LAYER}{name}".format(layer=layer) for layer in range(config.layers) for name in names}
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | renamed(hf, NAMES)
+    if not hf.get("intermediate_size"):  # null, or left out
+        hf |= {"intermediate_size": 4 * positive(hf, "hidden_size")}
+    try:
+        types = [TYPES[kind] for kinds, times in hf["attention_types"] for _ in range(times) for kind in kinds]
+    except (TypeError, ValueError, KeyError):
+        refuse("attention_types", hf["attention_types"], "lists of [types, times], the types global and local")
+    own = {
+        **decoder.LAYER_NORMS,
+        "learned_positions": positive(hf, "max_position_embeddings"),
+        "rotary_fraction": 0.0,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+        "query_scale": 1.0,
+        **layer_types.read(hf | {"layer_types": types}, lambda _: False, size="window_size"),
+        "ffn_gate": False,
+        "lora_names": (("o", "out"), ("down", "c_proj")),
+    }
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides, activations=decoder.PLAIN)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    types = ["local" if layer in config.sliding_layers else "global" for layer in range(config.layers)]
+    own: dict[str, Any] = {"max_position_embeddings": config.learned_positions}
+    if config.sliding_layers:
+        own["window_size"] = config.sliding_window
+    if base is None:
+        own |= {"attention_types": [[types, 1]], "attention_layers": types}
+    elif not base.get("intermediate_size") and config.ffn == 4 * config.width:
+        own["intermediate_size"] = base.get("intermediate_size")
+    return decoder.from_own_names(
+        config, base, NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own, decoder.ROTARY_AND_GROUPED
+    )

@@ -1,0 +1,74 @@
+"""GPT-J (Wang and Komatsuzaki, 2021): attention and feed-forward side by side behind one layer norm, and the first
+dimensions of each head rotated, neighbours together."""
+
+from typing import Any
+
+from jaxrl_llm.models.families import decoder
+from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear, maps
+from jaxrl_llm.models.families.entries import positive, refuse, renamed
+from jaxrl_llm.models.model_config import ModelConfig
+
+MODEL_TYPE = "gptj"
+# Transformers has no class for steps.
+ARCHITECTURE = {"lm": "GPTJForCausalLM", "score": "GPTJForSequenceClassification", "step": ""}
+LAYER = "transformer.h.{layer}."
+KEYS = (
+    TensorName("embed/weight", "transformer.wte.weight"),
+    *layer_norm("norm", "transformer.ln_f"),
+    *linear("head", "lm_head"),
+    *linear("score", "score"),
+    *layer_norm("layers/input_norm", f"{LAYER}ln_1"),
+    *maps("layers/attention", f"{LAYER}attn", decoder.QKVO | {"o": "out_proj"}),
+    *maps("layers/mlp", f"{LAYER}mlp", {"up": "fc_in", "down": "fc_out"}),
+)
+NAMES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "activation_function": "hidden_act",
+}
+DEFAULTS = {"rms_norm_eps": 1e-5, "hidden_act": "gelu_new", "rotary_dim": 64}  # for entries that are left out
+
+
+def unused_tensors(config: ModelConfig) -> set[str]:
+    """The masks that older files hold, and the bias of the head where there is another one."""
+    names = ("attn.bias", "attn.masked_bias")
+    masks = {f"{LAYER}{name}".format(layer=layer) for layer in range(config.layers) for name in names}
+    return masks | ({"lm_head.bias"} if config.head != "lm" else set())
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
+    hf = DEFAULTS | renamed(hf, NAMES)
+    width, heads = positive(hf, "hidden_size"), positive(hf, "num_attention_heads")
+    if not hf.get("intermediate_size"):  # null, or left out
+        hf |= {"intermediate_size": 4 * width}
+    if hf.get("tie_word_embeddings"):
+        refuse("tie_word_embeddings", True, "false")
+    rotated = positive(hf, "rotary_dim")
+    if rotated % 2 or rotated > width // heads:
+        refuse("rotary_dim", rotated, f"even numbers up to n_embd / n_head = {width // heads}")
+    own = {
+        **decoder.LAYER_NORMS,
+        "mlp_bias": True,
+        "head_bias": True,
+        "rope_interleaved": True,
+        "rotary_head_dim": rotated,
+        "parallel_ffn": "shared",
+        "ffn_gate": False,
+        "lora_names": (("o", "out"),),
+    }
+    return decoder.to_config(hf, ARCHITECTURE, own, overrides, activations=decoder.PLAIN)
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The config.json of a net, over the entries of `base`."""
+    own: dict[str, Any] = {"rotary_dim": config.rotated_size}
+    if base is None:
+        own["n_positions"] = 2048
+    elif not base.get("n_inner") and config.ffn == 4 * config.width:
+        own["intermediate_size"] = base.get("n_inner")
+    without = (*decoder.ROTARY_AND_GROUPED, *(("max_position_embeddings",) if base is None else ()))
+    return decoder.from_own_names(config, base, NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own, without)
