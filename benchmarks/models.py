@@ -284,10 +284,10 @@ difference.
 - score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`); transformers has none
   of Granite, OLMoE, Gemma 3n and 4, Llama 4, ERNIE 4.5, LFM2 and 3, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo
   Hybrid, Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open, nanochat,
-  VaultGemma, Bamba, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam, DeepSeek-V3.2, Hunyuan 3, Mellum,
-  Command A+, MiMo-V2, Laguna, Apertus 1.5, Ling 3, Kolibri, MiniMax-M3 and the mixtures of experts of Qwen3.5, GLM and
-  Granite. Step heads of GPT-2, GPT-J, GPT-Neo, StarCoder 1, Pythia and Falcon are refused: their classes have other
-  names, or there are none.
+  VaultGemma, Bamba, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam, DeepSeek-V3.2, Hunyuan 3,
+  Mellum, Command A+, MiMo-V2, Laguna, Apertus 1.5, Ling 3, Kolibri, MiniMax-M3 and the mixtures of experts of Qwen3.5,
+  GLM and Granite. Step heads of GPT-2, GPT-J, GPT-Neo, StarCoder 1, Pythia and Falcon are refused: their classes
+  have other names, or there are none.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
@@ -297,8 +297,8 @@ difference.
   Mellum, Laguna), a part of each head (Phi-1 to 3, Pythia, StableLM, Nemotron-4, MiMo-V2), neighbouring dimensions
   together (GLM, ERNIE 4.5, Command R, GPT-J), a base that is stretched by an `alpha` (Hunyuan), and layers without
   (SmolLM3, Llama 4, EXAONE 4.0, Trinity, Command A, Nemotron, Kolibri, Kimi Linear, and OLMo Hybrid where its base is
-  null or left out: its authors mean none by both, and transformers takes 10000 where it is left out). With `dynamic`, rows
-  longer than `max_position_embeddings` are scored and trained on, but not sampled; so are those longer than
+  null or left out: its authors mean none by both, and transformers takes 10000 where it is left out). With `dynamic`,
+  rows longer than `max_position_embeddings` are scored and trained on, but not sampled; so are those longer than
   `original_max_position_embeddings` with `longrope` (Phi-3-mini-128k, Phi-3.5-mini and Phi-4-mini: 4096), whose
   documents are each rotated by their own length. With the numbers of `long_factor` as those of `short_factor` too, rows
   of any length are sampled, as in vLLM. Of both blocks in a config.json `rope_scaling` is read, as in transformers;
