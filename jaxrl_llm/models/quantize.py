@@ -40,14 +40,16 @@ LEVELS = {"int4": INT4, "nf4": NF4, "mxfp4": mxfp4.FP4}
 Kernel = jax.Array | dict[str, jax.Array]
 
 
-def quantize(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
+def quantize(kernel: jax.Array, kind: str, steps: jax.Array | None = None) -> dict[str, jax.Array]:
     """The codes and scales of kernels `[..., in, out]`.
 
     int8: codes int8 `[..., in, out]`, absmax `[..., 1, out]`, value = codes / 127 * absmax. fp8: the same with codes
     float8_e4m3fn, as bytes, and 448 for 127. int4, nf4: codes uint8 `[..., in/2, out]`, of inputs 2i (low half) and
     2i+1; absmax `[..., in/block, out]`; value = level[code] * absmax, where block is 64 or the largest divisor of `in`
     that 64 has too. mxfp4: codes as these, of the levels of `mxfp4.FP4`; scales uint8 `[..., in/block, out]`, with 32
-    for 64; value = level[code] * 2^(scale - 127). Matrices that are stored so already keep every number.
+    for 64; value = level[code] * 2^(scale - 127). Matrices that are stored so already keep every number. With
+    `steps` `[..., in, out]`, the same in a column or block each, so do others in int8, fp8 and int4 whose numbers over
+    them are integers from -128 or -8 on, or numbers in fp8.
     Raises ConfigError as `check_inputs`.
     """
     check_inputs(kernel.shape[-2], kind, "model.quantize, or teacher.quantize,")
@@ -55,12 +57,12 @@ def quantize(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
     *lead, d_in, d_out = x.shape
     if kind in BYTES:
         dtype, largest = BYTES[kind]
-        absmax = jnp.abs(x).max(axis=-2, keepdims=True)
+        absmax = jnp.abs(x).max(axis=-2, keepdims=True) if steps is None else steps[..., :1, :] * largest
         codes = x / _nonzero(absmax) * largest
         return {"codes": narrowed(jnp.round(codes) if kind == "int8" else codes, dtype), "absmax": absmax}
-    block = math.gcd(d_in, mxfp4.BLOCK if kind == "mxfp4" else BLOCK)
+    block = inputs_of_scale(kind, d_in)
     x = x.reshape(*lead, d_in // block, block, d_out)
-    absmax = jnp.abs(x).max(axis=-2)
+    absmax = jnp.abs(x).max(axis=-2) if steps is None else steps[..., ::block, :] * 7.5
     if kind == "mxfp4":
         # The largest of a block has the exponent of the largest level, 4 to 6 (OCP Microscaling Formats 1.0, 6.3).
         stored = {"scales": jnp.clip(jnp.frexp(absmax)[1] + 124, 1, 254).astype(jnp.uint8)}
@@ -72,6 +74,11 @@ def quantize(kernel: jax.Array, kind: str) -> dict[str, jax.Array]:
         codes = jnp.searchsorted((levels[1:] + levels[:-1]) / 2, x, method="compare_all").astype(jnp.uint8)
     codes = codes.reshape(*lead, d_in, d_out)
     return {"codes": codes[..., ::2, :] | codes[..., 1::2, :] << 4, **stored}
+
+
+def inputs_of_scale(kind: str, count: int) -> int:
+    """How many inputs next to each other, of `count`, have one scale."""
+    return count if kind in BYTES else math.gcd(count, mxfp4.BLOCK if kind == "mxfp4" else BLOCK)
 
 
 def check_inputs(count: int, kind: str, setting: str) -> None:

@@ -1,6 +1,7 @@
 """The safetensors files of a model folder: their tensors, read slice by slice and written shard by shard."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
@@ -25,7 +26,7 @@ from jaxrl_llm.models.files.pickles import PickleFile
 from jaxrl_llm.models.files.scaled import Matrices
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net, Params
-from jaxrl_llm.models.quantize import PARTS, quantize
+from jaxrl_llm.models.quantize import PARTS, inputs_of_scale, quantize
 from jaxrl_llm.models.vision.clipped import BOUNDS
 
 SINGLE = "model.safetensors"
@@ -278,6 +279,19 @@ class Files:
             check_finite(array, self.folder, tensor.name)
         return array
 
+    def steps(self, tensors: list[Stored], kind: str, inputs: int) -> "Files | None":
+        """The files of the scales in the place of numbers `[out,in]` that model.quantize of that kind keeps, as
+        `Matrices.steps` says; None where these tensors have numbers that it rounds."""
+        found = copy.copy(self)
+        found.where = {}
+        for tensor in tensors:
+            matrix = self.where[tensor.name].get_slice(tensor.name)
+            is_plain = tensor.transpose and not tensor.axis and not tensor.every and isinstance(matrix, Matrices)
+            if not is_plain or (steps := matrix.steps(kind, inputs)) is None:
+                return None
+            found.where[tensor.name] = steps
+        return found
+
     def check_tied(self, embedding: str) -> None:
         """Raises ConfigError where a separate head is stored that is not the embedding, though the two are tied."""
         if (head := self.head_beside(embedding)) is not None:
@@ -356,25 +370,28 @@ def read_params(net: Net, files: Files, tensors: list[Stored], mesh: Mesh | None
             return in_fewer_bits(name, x)
         return read(parts[name], x.shape, x.dtype, sharding)
 
-    def read(tensors: list[Stored], shape: tuple[int, ...], dtype, sharding) -> jax.Array:
+    def read(tensors: list[Stored], shape: tuple[int, ...], dtype, sharding, files=files) -> jax.Array:
         if sharding is None:
             return jnp.asarray(_read_leaf(files, tensors, (slice(None),) * len(shape), dtype))
         return jax.make_array_from_callback(shape, sharding, lambda i: _read_leaf(files, tensors, i, dtype))
 
     def in_fewer_bits(name: str, x) -> dict[str, jax.Array]:
         """A kernel, quantised layer by layer: of experts those of all layers are most of a model, as numbers."""
-        as_stored = functools.partial(quantize, kind=net.config.quantized_at(name))
+        kind = net.config.quantized_at(name)
+        as_stored = functools.partial(quantize, kind=kind)
         shapes, of_layer = jax.eval_shape(as_stored, x), (1, *x.shape[1:])
         sharding = None if mesh is None else NamedSharding(mesh, parameter_spec(name, of_layer, mesh))
 
         @functools.partial(jax.jit, donate_argnums=0, out_shardings=quantized[name])
-        def put(stored, layer, number):
-            return jax.tree.map(lambda x, own: x.at[number].set(own[0]), stored, as_stored(layer))
+        def put(stored, layer, number, steps):
+            return jax.tree.map(lambda x, own: x.at[number].set(own[0]), stored, as_stored(layer, steps=steps))
 
         stored = jax.jit(lambda: jax.tree.map(jnp.zeros_like, shapes), out_shardings=quantized[name])()
         for number in range(x.shape[0]):
             own = [tensor for tensor in parts[name] if tensor.layer == number]
-            stored = jax.block_until_ready(put(stored, read(own, of_layer, x.dtype, sharding), number))
+            scales = files.steps(own, kind, inputs_of_scale(kind, x.shape[-2]))
+            steps = None if scales is None else read(own, of_layer, jnp.float32, sharding, scales)
+            stored = jax.block_until_ready(put(stored, read(own, of_layer, x.dtype, sharding), number, steps))
         return stored
 
     return jax.tree_util.tree_map_with_path(leaf, shapes, placed)

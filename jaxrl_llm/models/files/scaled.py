@@ -22,14 +22,16 @@ class Matrices:
     """A matrix, or a stack of them, sliced like a tensor of safetensors: (code - zero) * scale, in fp32.
 
     `codes` are `[..., out, in]`; `scales` and `zeros` `[..., out/n, in/m]` are of blocks of n x m numbers, smaller at
-    the ends. With `groups` [in], an input has the scales and zeros of that column, wherever it is. Codes, scales and
+    the ends. With `groups` [in], inputs have the scales and zeros of that column each. Codes, scales and
     zeros may be tensors of files, which are read as they are sliced.
     """
 
     def __init__(
         self, codes: Any, scales: Any, block: tuple[int, int], zeros: Any = None, groups: np.ndarray | None = None
     ):
-        self.codes, self.scales, self.block, self.zeros, self.groups = codes, scales, block, zeros, groups
+        self.codes, self.scales, self.block, self.zeros = codes, scales, block, zeros
+        is_order = groups is None or np.array_equal(groups, np.arange(len(groups)) // block[1])
+        self.groups = None if is_order else groups
 
     def get_slice(self, name: str) -> "Matrices":
         """The matrix itself, which stands in for the file of its tensor `name`."""
@@ -60,6 +62,24 @@ class Matrices:
         if self.zeros is not None:
             numbers -= each(self.zeros)
         return numbers * each(self.scales)
+
+    def steps(self, kind: str, inputs: int) -> "Matrices | None":
+        """The scale of each number, where so many inputs next to each other have one scale, and model.quantize of that
+        kind has a code for each number over it: integers from -128 on in int8, from -8 on in int4, and what is in fp8.
+
+        None otherwise.
+        """
+        shape, is_fp8 = self.get_shape(), isinstance(self.codes, np.ndarray)
+        is_shared = self.groups is None and (self.block[1] >= shape[-1] or self.block[1] % inputs == 0)
+        if not is_shared or is_fp8 != (kind == "fp8"):
+            return None
+        if not is_fp8:
+            zeros = np.unique(0 if self.zeros is None else self.zeros[(slice(None),) * len(shape)])
+            numbers = (self.codes.levels if isinstance(self.codes, Packed) else np.arange(-128, 128)) - zeros[0]
+            end = {"int4": 8, "int8": 128}.get(kind, 0)
+            if len(zeros) > 1 or (numbers != np.round(numbers)).any() or numbers.min() < -end or numbers.max() >= end:
+                return None
+        return Matrices(np.broadcast_to(np.float32(1), shape), self.scales, self.block)
 
 
 class Packed:

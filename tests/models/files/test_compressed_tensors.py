@@ -265,3 +265,33 @@ def test_other_formats_are_refused(tmp_path, entries, message):
     described(tmp_path, INT4, **entries)
     with pytest.raises(ConfigError, match=message):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantize", "keeps"),
+    [
+        ("int4 of 32", "int4", True),
+        ("int4", "int4", False),  # whose scales are of fewer inputs
+        ("int4 asymmetric", "int4", False),
+        ("int8", "int8", True),
+        ("int8 asymmetric", "int8", False),
+        ("fp8", "fp8", True),
+        ("fp8 of channels", "fp8", True),
+        ("fp8 of blocks", "fp8", False),
+        ("int8", "nf4", False),
+    ],
+)
+def test_stored_again_in_its_own_bits_every_number_stays(kind, quantize, keeps, tmp_path, monkeypatch):
+    """Though no number of a column or a block is the largest that its scale has."""
+    monkeypatch.setitem(KINDS, "int4 of 32", ("pack-quantized", INT4 | {"group_size": 32}, (1, 32)))
+    make_oracle("qwen3").save_pretrained(tmp_path)
+    tensors, numbers, draw = load_file(tmp_path / "model.safetensors"), {}, np.random.default_rng(5)
+    for name in [name for name in tensors if name.endswith(("q_proj.weight", "up_proj.weight"))]:
+        own, numbers[name] = stored(name, tensors.pop(name).shape, kind, draw)
+        tensors |= own
+    save_file(tensors, tmp_path / "model.safetensors")
+    described(tmp_path, KINDS[kind][1], format=KINDS[kind][0])
+    save_hf(load_model(tmp_path, quantize=quantize), tmp_path / "out")
+    written = load_file(tmp_path / "out/model.safetensors")
+    for name, expected in numbers.items():
+        assert np.allclose(written[name], expected, rtol=1e-6) == keeps

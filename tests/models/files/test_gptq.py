@@ -106,6 +106,24 @@ def test_any_slice_of_a_matrix(quantized):
                 np.testing.assert_array_equal(matrix[at], expected[at])
 
 
+def test_stored_again_in_int4_every_number_stays(tmp_path):
+    """With a zero point of 8 and 64 inputs for each scale or more, also where no number is the largest of its scale."""
+    make_oracle("qwen3").save_pretrained(tmp_path)
+    tensors, draw = load_file(tmp_path / "model.safetensors"), np.random.default_rng(3)
+    codes, scales = draw.integers(1, 15, (64, 32)), draw.uniform(0.01, 0.02, (1, 64)).astype(np.float16)
+    name = "model.layers.1.self_attn.q_proj"
+    del tensors[f"{name}.weight"]
+    zeros = in_words(np.full((1, 64), 7), 4)
+    own = {"qweight": in_words(codes, 4).T, "scales": scales, "qzeros": zeros, "g_idx": np.zeros(32, np.int32)}
+    tensors |= {f"{name}.{part}": np.ascontiguousarray(x) for part, x in own.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    described(tmp_path, {"quant_method": "gptq", "bits": 4, "group_size": -1})
+    save_hf(load_model(tmp_path, quantize="int4"), tmp_path / "out")
+    written = load_file(tmp_path / "out/model.safetensors")
+    expected = (codes - 8) * scales.T.astype(np.float32)
+    np.testing.assert_allclose(written[f"{name}.weight"], expected, rtol=1e-6)
+
+
 def test_biases_of_zeros_are_none(tmp_path):
     """AutoGPTQ gives each matrix a bias; other numbers than zeros have no place."""
     folder, draw = tmp_path, np.random.default_rng(2)
