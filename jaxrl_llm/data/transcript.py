@@ -7,13 +7,12 @@ stays as it is when the content of its message is another.
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.data.templates import QUESTION, Message, render_chat
 
-STAND_INS = ("a", "b")  # contents without a common beginning or end
+PRIVATE = range(0xE000, 0xF900)  # letters that no text has, by Unicode: for private use
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,7 @@ class Transcript:
     first: int
     prompt: Any
     options: Mapping[str, Any]
+    newest: dict[int, str] = field(default_factory=dict)  # the text of `up_to`, for the message that was asked for last
 
     @functools.cached_property
     def text(self) -> str:
@@ -44,7 +44,7 @@ class Transcript:
             asked = render_chat(self.tokenizer, before, True, **self.options)
         else:
             # Templates cannot be asked for the opening of such a turn: it is what turns share.
-            asked = shared(answered, *self._others(index))
+            asked = shared(answered, self._other_up_to(index))
         if not self.text.startswith(asked):
             return None
         if self.text.startswith(answered):
@@ -58,40 +58,51 @@ class Transcript:
     def shown_place(self, index: int, done: int) -> tuple[int, int] | None:
         """The place of the turn of message `index` where the whole text has it, from `done` on; None where other turns
         are within."""
-        texts, ends = self._whole_with_other(index), self.messages[: index + 1]
-        start = len(shared(*texts))
-        left = len(self.text) - len(shared_end(*texts))
-        contents = (ends, *([*ends[:-1], {**ends[-1], "content": word}] for word in STAND_INS))
-        closing = shared_end(*map(self._rendered, contents))
+        other = self._with_other(self.messages, index)
+        start = len(shared(self.text, other))
+        left = len(self.text) - len(shared_end(self.text, other))
+        closing = shared_end(self.up_to(index), self._with_other(self.messages[: index + 1], index))
         # What is before an empty content and behind it may begin alike.
         end = self._closed(max(start, left), closing[max(start - left, 0) :])
         opened = self.text.rfind(self._opening, done, start)
-        if index + 1 < len(self.messages) and end > len(shared(*self._whole_with_other(index + 1))):
-            return None
+        if index + 1 < len(self.messages):
+            following = self._with_other(self.messages, index + 1)
+            if end > len(shared(self.text, following)):
+                return None
         return start if opened < 0 else opened + len(self._opening), end
 
     def up_to(self, index: int) -> str:
         """The text of the messages up to `index`, that one included."""
-        return self.text if index == len(self.messages) - 1 else self._rendered(self.messages[: index + 1])
+        if index == len(self.messages) - 1:
+            return self.text
+        if index not in self.newest:
+            self.newest.clear()
+            self.newest[index] = self._rendered(self.messages[: index + 1])
+        return self.newest[index]
 
     def closing(self, index: int) -> str:
         """What the template writes behind the content of message `index` where it is the last."""
-        return shared_end(self.up_to(index), *self._others(index))
+        return shared_end(self.up_to(index), self._other_up_to(index))
 
     def _rendered(self, messages: Sequence[Message]) -> str:
         return render_chat(self.tokenizer, messages, False, **self.options)
 
-    def _others(self, index: int) -> list[str]:
-        """The text up to message `index`, with two other contents of it."""
+    @functools.cached_property
+    def _stand_in(self) -> str:
+        """A content that has no letter in common with the text, so that both differ from its first to its last one."""
+        return next(letter for letter in map(chr, PRIVATE) if letter not in self.text)
+
+    def _other_up_to(self, index: int) -> str:
+        """The text up to message `index`, with another content of it and, of the assistant, nothing else."""
         message = self.messages[index]
         plain = {"role": "assistant"} if message["role"] == "assistant" else message
-        return [self._rendered([*self.messages[:index], {**plain, "content": word}]) for word in STAND_INS]
+        return self._rendered([*self.messages[:index], {**plain, "content": self._stand_in}])
 
-    def _whole_with_other(self, index: int) -> list[str]:
-        """The whole text, and those with two other contents of message `index`."""
-        before, message, after = self.messages[:index], self.messages[index], self.messages[index + 1 :]
-        stand_ins = ([*before, {**message, "content": word}, *after] for word in STAND_INS)
-        return [self.text, *map(self._rendered, stand_ins)]
+    def _with_other(self, messages: Sequence[Message], index: int) -> str:
+        """The text of messages, with another content of message `index`."""
+        return self._rendered(
+            [*messages[:index], {**messages[index], "content": self._stand_in}, *messages[index + 1 :]]
+        )
 
     def _closed(self, end: int, closing: str) -> int:
         """The end of a turn whose content ends at `end`, and that the template closes so where it is the last."""
@@ -105,17 +116,25 @@ class Transcript:
     def _opening(self) -> str:
         """What the template writes before a turn of the assistant, asked for one and showing one."""
         question = [{"role": "user", "content": QUESTION}]
-        answered = ([*question, {"role": "assistant", "content": word}] for word in STAND_INS)
-        closed, asked, *shown = (
+        answered = [*question, {"role": "assistant", "content": self._stand_in}]
+        closed, asked, shown = (
             render_chat(self.tokenizer, *which, **self.options).partition(QUESTION)[2]
-            for which in ((question, False), (question, True), *((messages, False) for messages in answered))
+            for which in ((question, False), (question, True), (answered, False))
         )
-        return shared(asked, *shown).removeprefix(closed)
+        return shared(asked, shown).removeprefix(closed)
 
 
 def shared(*sequences: Any) -> Any:
-    """What the texts, or the lists, all begin with."""
-    return sequences[0][: sum(1 for _ in takewhile(lambda items: len(set(items)) == 1, zip(*sequences, strict=False)))]
+    """What the texts, or the lists, all begin with; by halves, as texts are long and slices of them fast to compare."""
+    first, *others = sequences
+    same, most = 0, min(map(len, sequences))
+    while same < most:
+        end = (same + most + 1) // 2
+        if all(first[same:end] == other[same:end] for other in others):
+            same = end
+        else:
+            most = end - 1
+    return first[:same]
 
 
 def shared_end(*texts: str) -> str:
