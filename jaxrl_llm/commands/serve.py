@@ -23,6 +23,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -91,34 +92,8 @@ OF_TRAINING = (
 )  # fmt: skip
 
 
-def serve(
-    read: Callable[[], Model],
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    name: str = "",
-    lora: Sequence[str] = (),
-    slots: int = 16,
-    max_length: int = 0,
-    chunk: int = 8,
-    cache_dtype: str | None = None,
-    prefix_cache_gb: float = 1.0,
-    speculative_tokens: int = 0,
-    tinker: str = "",
-    microbatch_tokens: int = 8192,
-    full_runs: int = 1,
-    full_samplers: int = 2,
-    weight_updates: bool = False,
-    adapter_updates: bool = False,
-    max_requests: int = 256,
-    max_waiting: int = 1024,
-    max_body_bytes: int = 4 * 2**20,
-    timeout: float = 600.0,
-    drain: float = 60.0,
-    api_key: str = "",
-    lock: RunLock | None = None,
-) -> None:
-    """Serves the model that `read` gives until SIGTERM or Ctrl-C; the others are the flags of `jaxrl-llm serve`, and
-    the `lock` of the folder `tinker`.
+def serve(read: Callable[[], Model], flags: SimpleNamespace, api_key: str, lock: RunLock | None) -> None:
+    """Serves the model that `read` gives until SIGTERM or Ctrl-C, as `FLAGS` say; `lock` is that of --tinker's folder.
 
     The caller keeps no model: its parameters are let go when those that decode are made of them. Raises ConfigError
     before it listens: a model without tokenizer, a length beyond its positions, an address in use. Must be called in
@@ -138,49 +113,51 @@ def serve(
     model = read()
     check_tokenizer(model)
     positions = model.max_positions
-    length = max_length or min(positions or DEFAULT_LENGTH, DEFAULT_LENGTH)
+    length = flags.max_length or min(positions or DEFAULT_LENGTH, DEFAULT_LENGTH)
     if positions is not None and length > positions:
         raise ConfigError(f"--max_length is {length}, but {model.path} has positions for {positions}: give fewer")
     check_length(model.net.config.rope, length)
     model = merged(model)
-    names = [name or served_name(model.path or "model")]
-    adapters = named_adapters(model, lora, names[0])
+    names = [flags.name or served_name(model.path or "model")]
+    adapters = named_adapters(model, flags.lora, names[0])
     names += adapters
-    engine = Engine(SamplingParams(), 1, length, chunk, cache_dtype=cache_dtype, compile_work=COMPILE_WORK,
-                    speculative_tokens=speculative_tokens, net=model.net, eos=())  # fmt: skip
-    listener = bound_socket(host, port)
-    adapts = bool(tinker) or adapter_updates
-    queue = RequestQueue(engine, model.params, slots, model.mesh, adapters, int(prefix_cache_gb * 1e9), adapts)
-    limits = Limits(length, max_body_bytes, max_requests, max_waiting, timeout)
+    engine = Engine(SamplingParams(), 1, length, flags.chunk, cache_dtype=flags.cache_dtype, compile_work=COMPILE_WORK,
+                    speculative_tokens=flags.speculative_tokens, net=model.net, eos=())  # fmt: skip
+    listener = bound_socket(flags.host, flags.port)
+    adapts = bool(flags.tinker) or flags.adapter_updates
+    kept = int(flags.prefix_cache_gb * 1e9)
+    queue = RequestQueue(engine, model.params, flags.slots, model.mesh, adapters, kept, adapts)
+    limits = Limits(length, flags.max_body_bytes, flags.max_requests, flags.max_waiting, flags.timeout)
     published = LocalCheckpoint()
     load = weight_loader(model, published)
     routes = [*ENDPOINTS, *ROUTES, *ADAPTER_ROUTES]
-    if tinker:
+    if flags.tinker:
         path = model.path or names[0]  # by which clients find the tokenizer
         known = dict.fromkeys((str(Path(path).absolute()) if Path(path).is_dir() else path, path, names[0]))
-        runs = Path(tinker).expanduser().absolute()
+        runs = Path(flags.tinker).expanduser().absolute()
         routes += TrainingService(
-            model, queue, runs, tuple(known), microbatch_tokens, full_runs, full_samplers, lock and lock.check
-        ).routes
+            model, queue, runs, tuple(known), flags.microbatch_tokens, flags.full_runs, flags.full_samplers,
+            lock and lock.check,
+        ).routes  # fmt: skip
     server = Server(
         queue, model.tokenizer, names, eos_ids(model), model.net.config.vocab_size, limits, api_key, routes,
-        load if weight_updates else None,
-        functools.partial(load_adapter, dataclasses.replace(model, params={})) if adapter_updates else None,
+        load if flags.weight_updates else None,
+        functools.partial(load_adapter, dataclasses.replace(model, params={})) if flags.adapter_updates else None,
     )  # fmt: skip
     del model
 
     web = uvicorn.Config(
         server.app, http=Connection, log_level="warning", access_log=False, server_header=False, lifespan="off",
-        timeout_graceful_shutdown=int(drain) + 2,  # for what ended answers write; who reads none of it is cut off
+        timeout_graceful_shutdown=int(flags.drain) + 2,  # for what ended answers write; who reads none of it is cut off
     )  # fmt: skip
     queue.start()
     with waiting("compiling", stderr_console()):
         compile_first(queue)
     listener.listen(2048)
     address, actual = listener.getsockname()[:2]
-    ready = f"{', '.join(names)}: {slots} slots of up to {length} tokens, at http://{address}:{actual}/v1"
+    ready = f"{', '.join(names)}: {flags.slots} slots of up to {length} tokens, at http://{address}:{actual}/v1"
     try:
-        asyncio.run(draining_server(web, server, queue, drain, ready).serve(sockets=[listener]))
+        asyncio.run(draining_server(web, server, queue, flags.drain, ready).serve(sockets=[listener]))
     finally:
         queue.stop()  # the rows have ended, or their answers have: a thread that still computes would abort the process
         published.clear()
@@ -369,4 +346,4 @@ def main(argv: list[str]) -> None:
             return load_served(path, dtype, make_mesh(tensor=tensor, devices=jax.devices()[:tensor]), trusts)
 
     with folder_of_runs(options) as lock:
-        serve(read, lock=lock, api_key=os.environ.get(KEY_VARIABLE, ""), **options)
+        serve(read, SimpleNamespace(**options), os.environ.get(KEY_VARIABLE, ""), lock)

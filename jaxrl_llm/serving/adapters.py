@@ -1,12 +1,10 @@
 """Endpoints by which adapters come and go, as vLLM has them: each is a model with a name of its own."""
 
-import asyncio
 import functools
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from jaxrl_llm.config import ConfigError
 from jaxrl_llm.serving.app import Server
 from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.serving.translated import check_fields
@@ -30,9 +28,7 @@ async def load(server: Server, request: Request) -> Response:
     """Reads the adapter of a PEFT folder; with `load_inplace` it takes the place of one by its name, whose rows under
     way end with the weights that they began with."""
     name, body = await _named(server, request, "lora_path", "load_inplace")
-    path, replaces = body.get("lora_path"), body.get("load_inplace") or False
-    if not isinstance(path, str) or not path:
-        raise BadRequestError("lora_path takes the path of a PEFT adapter's folder", param="lora_path")
+    replaces = body.get("load_inplace") or False
     if not isinstance(replaces, bool):
         raise BadRequestError(f"load_inplace is {replaces!r:.100}; it takes true or false", param="load_inplace")
     async with server.loading:  # one at a time, in the order in which they were asked for
@@ -40,16 +36,7 @@ async def load(server: Server, request: Request) -> Response:
             raise BadRequestError(
                 f"lora_name is {name!r:.100}, which is loaded; unload it, or send load_inplace=true", param="lora_name"
             )
-        try:
-            adapter = await asyncio.to_thread(server.load_adapter, path)  # type: ignore[arg-type]
-        except ConfigError as error:
-            raise BadRequestError(str(error), param="lora_path") from None
-        except Exception as error:  # files that are half written or broken
-            raise BadRequestError(
-                f"lora_path is {path!r:.200}, whose adapter cannot be read ({type(error).__name__}: {error!s:.200}); "
-                "write it anew, and ask again",
-                param="lora_path",
-            ) from error
+        adapter = await server.loaded(server.load_adapter, body.get("lora_path"), "lora_path")  # type: ignore[arg-type]
         await server.queue.called(functools.partial(server.queue.set_adapter, name, adapter))
         server.names = tuple(dict.fromkeys((*server.names, name)))
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")

@@ -12,7 +12,7 @@ import secrets
 import time
 import traceback
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
@@ -37,33 +37,34 @@ async def answered(server: Server, request: Request, answer: "Answer", other: Tr
     if other is not None:
         other.answer, shown = answer, other
     if answer.asked.stream:
-        return EventStream(shown, server)
+        return EventStream(answer, shown.frames())
     try:
         return await server.unless_left(request, shown.whole())
     finally:
-        shown.close()
+        answer.close()
 
 
 class EventStream(Response):
     """An answer as server-sent events, until its end, or until the client leaves or reads too slowly."""
 
-    def __init__(self, answer: "Answer | Translated", server: Server):
+    def __init__(self, answer: "Answer", frames: AsyncIterator[str]):
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
-        self.answer, self.server = answer, server
+        self.answer, self.frames = answer, frames
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def sent() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for frame in self.answer.frames():
+            async for frame in self.frames:
                 await send({"type": "http.response.body", "body": frame.encode(), "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        self.server.active += 1
+        server = self.answer.server
+        server.active += 1
         tasks = [asyncio.ensure_future(sent()), asyncio.ensure_future(client_left(receive))]
         try:
             # The answer has a time limit of its own; behind it a client is not reading.
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=self.server.limits.seconds + 1)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=server.limits.seconds + 1)
         finally:
             for task in tasks:
                 task.cancel()
@@ -71,7 +72,7 @@ class EventStream(Response):
                 if isinstance(error, Exception):  # the answer tells its own; another would just break off
                     traceback.print_exception(error)
             self.answer.close()
-            self.server.active -= 1
+            server.active -= 1
 
 
 class Answer:

@@ -20,6 +20,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.files.weight_versions import PatchError
 from jaxrl_llm.serving.bodies import Asked, parse, parse_json
 from jaxrl_llm.serving.conversations import Conversations
 from jaxrl_llm.serving.errors import FAILED, BadRequestError
@@ -208,6 +210,23 @@ class Server:
             await asyncio.to_thread(tiles.extend, asked.tiles)
             asked = dataclasses.replace(asked, tiles=None, pixels=tiles)
         return asked
+
+    async def loaded(self, load: Callable[[str], Any], path: Any, field: str) -> Any:
+        """What `load` reads, by a thread, from the folder that a request's `field` gives. Raises BadRequestError."""
+        if not isinstance(path, str) or not path:
+            raise BadRequestError(f"{field} is {path!r:.100}; it takes the path of a folder", param=field)
+        try:
+            return await asyncio.to_thread(load, path)
+        except PatchError as error:
+            raise BadRequestError(str(error), 409, "wrong_base", field) from None
+        except ConfigError as error:
+            raise BadRequestError(str(error), param=field) from None
+        except Exception as error:  # files that are half written or broken
+            raise BadRequestError(
+                f"{field} is {path!r:.200}, which cannot be read ({type(error).__name__}: {error!s:.200}); write it "
+                "anew, and ask again",
+                param=field,
+            ) from error
 
     async def health(self, request: Request) -> Response:
         """200 while requests are taken."""

@@ -65,10 +65,11 @@ TEXT = {"prompt", "logprobs", "echo", "prompt_logprobs"}
 GUIDES = {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 COMMON = {"model", "stop", "stop_token_ids", "stream_options", "logit_bias", "bad_words", *GUIDES, *SETTINGS}
 COMMON -= {"echo", "parallel_tool_calls", "separate_reasoning"}
-# They say who asks, and how the answer is billed and kept: no answer depends on them. So it is with
+# They say who asks, and how the answer is billed, kept and sped up: no answer depends on them. So it is with
 # spaces_between_special_tokens, of tokenizers written in Python, which trainers send.
-WITHOUT_EFFECT = {"user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "request_id", "priority"}
-WITHOUT_EFFECT |= {"spaces_between_special_tokens"}
+WITHOUT_EFFECT = {"user", "metadata", "safety_identifier", "service_tier", "request_id", "priority", "prediction",
+                  "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_salt",
+                  "spaces_between_special_tokens"}  # fmt: skip
 # The value of a field at which it asks for nothing; another one is refused.
 NEUTRAL = {
     "detokenize": True,
@@ -80,6 +81,11 @@ NEUTRAL = {
     "guided_decoding_backend": None,
     "guided_whitespace_pattern": None,
     "modalities": ["text"],
+    "verbosity": "medium",
+    "allowed_token_ids": None,
+    "web_search_options": None,
+    "moderation": None,
+    "audio": None,
     "chat_template": None,
     "functions": None,
     "function_call": None,
@@ -125,7 +131,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
         body = json.loads(data)
         if not isinstance(body, dict):
             raise BadRequestError(f"the body is a JSON {type(body).__name__}; it must be an object")
-        json.dumps(body, ensure_ascii=False).encode()
+        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()  # as no answer could repeat it
     except UnicodeEncodeError as error:
         raise BadRequestError(
             f"the body has text that is no Unicode: half of a surrogate pair, {error.reason}"
@@ -239,14 +245,15 @@ def parse(
 def _check_fields(body: Mapping[str, Any], chat: bool) -> None:
     """Refuses fields that do not exist, and those that this server has not, unless they ask for nothing."""
     known = COMMON | (CHAT if chat else TEXT)
+    neutral = NEUTRAL | {"add_special_tokens": not chat}  # a chat template writes them itself
     for name, value in body.items():
         if name in known or name in WITHOUT_EFFECT or value is None:
             continue
-        if name not in NEUTRAL:
+        if name not in neutral:
             raise BadRequestError(
                 f"there is no field {name!r:.100}; the closest is {closest(name[:100], known)}", param=name[:100]
             )
-        if value != NEUTRAL[name] and not (name == "best_of" and value == body.get("n", 1)):
+        if value != neutral[name] and not (name == "best_of" and value == body.get("n", 1)):
             raise BadRequestError(
                 f"{name} is {value!r:.100}, but this server has no {name}: leave it out", code="unsupported", param=name
             )

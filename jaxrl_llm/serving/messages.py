@@ -3,7 +3,7 @@
 import json
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
@@ -24,7 +24,7 @@ OWN = {"system", "messages", "tools", "tool_choice", "max_tokens", "stop_sequenc
 AS_CHAT = {"model", "stream", "temperature", "top_p", "top_k", "chat_template_kwargs", "seed"}
 # Who asks, and where and how the answer is made, kept and billed.
 NO_EFFECT = {"metadata", "service_tier", "cache_control", "diagnostics", "inference_geo", "user_profile_id",
-             "workspace_id"}  # fmt: skip
+             "workspace_id", "speed"}  # fmt: skip
 # The field that a client sent, in place of the chat's that was made of it.
 NAMES = {"stop": "stop_sequences", "response_format": "output_config",
          "parallel_tool_calls": "disable_parallel_tool_use"}  # fmt: skip
@@ -76,7 +76,7 @@ class MessagesRequest:
         if (alone := choice.get("disable_parallel_tool_use")) is not None:
             self.chat["parallel_tool_calls"] = not alone if isinstance(alone, bool) else alone
         self.chat["separate_reasoning"] = can_think(template)
-        self.thinking = _thinking(body.get("thinking", {}), can_think(template))
+        thinks, self.shows_thoughts = _thinking(body.get("thinking", {}), can_think(template))
         config = body.get("output_config", {})
         effort = config.get("effort") if isinstance(config, Mapping) else None
         if not isinstance(config, Mapping) or config.keys() - {"effort", "format"} or effort not in (None, *EFFORTS):
@@ -84,7 +84,7 @@ class MessagesRequest:
                 f"output_config is {config!r:.100}; it takes format, and as effort {', '.join(EFFORTS)}",
                 param="output_config",
             )
-        tell_template(self.chat, self.thinking.asked, effort and EFFORTS[effort])
+        tell_template(self.chat, thinks, effort and EFFORTS[effort])
         if (form := config.get("format")) is not None:  # as a chat has it, whose schema lies one level deeper
             own = isinstance(form, Mapping) and form.get("type") == "json_schema"
             self.chat["response_format"] = {"type": "json_schema", "json_schema": dict(form)} if own else form
@@ -95,15 +95,11 @@ class MessagesRequest:
         choice = self.answer.choices[0]
         blocks: list[dict[str, Any]] = []
         if choice.thought:  # with a signature: clients do not send back what has none
-            shown = choice.thought if self.thinking.shown else ""
+            shown = choice.thought if self.shows_thoughts else ""
             blocks.append({"type": "thinking", "thinking": shown, "signature": self.id})
         if text := text_before_calls(choice):
             blocks.append({"type": "text", "text": text})
         return JSONResponse(self._message([*blocks, *map(_call, choice.shown_calls)], *self._end(choice)))
-
-    def close(self) -> None:
-        """Cancels what has not ended."""
-        self.answer.close()
 
     async def frames(self) -> AsyncGenerator[str, None]:
         """The message as server-sent events, as it comes. One that fails ends with `error`."""
@@ -129,7 +125,7 @@ class MessagesRequest:
                     opened = kind
                     empty = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
                     yield "content_block_start", {"index": index, "content_block": empty}
-                if new and (kind == "text" or self.thinking.shown):
+                if new and (kind == "text" or self.shows_thoughts):
                     yield delta({"type": f"{kind}_delta", kind: new})
         if opened == "thinking":
             yield delta(signed)
@@ -186,21 +182,15 @@ def counted(body: Mapping[str, Any], template: str, read: Callable[..., Asked]) 
         return len(read(request.chat, True).prompts[0])
 
 
-class Thinking(NamedTuple):
-    """What a request says of thoughts."""
+def _thinking(given: Any, can: bool) -> tuple[bool | None, bool]:
+    """Whether `thinking` has a model think whose chat template `can`, and whether the answer shows the thoughts.
 
-    asked: bool | None  # for or against; None: the chat template does what it does by itself
-    shown: bool  # in the answer
-
-
-def _thinking(given: Any, can: bool) -> Thinking:
-    """What `thinking` says, to a model whose chat template `can` think. Raises BadRequestError.
-
-    Its budget_tokens are no bound here: max_tokens is that of thoughts and text together.
+    None for the first leaves it to the chat template. budget_tokens are no bound here: max_tokens is that of thoughts
+    and text together. Raises BadRequestError.
     """
     kind = str(given.get("type")) if isinstance(given, Mapping) else ""
     if given == {} or (kind == "adaptive" and not can):  # the model may think as it sees fit
-        return Thinking(None, True)
+        return None, True
     if kind not in THINKS or given.get("display") not in (None, "summarized", "omitted"):
         raise BadRequestError(
             f"thinking is {given!r:.100}; its type is {', '.join(THINKS)}, and its display summarized or omitted",
@@ -211,7 +201,7 @@ def _thinking(given: Any, can: bool) -> Thinking:
             "thinking is enabled, but the model's chat template has no thoughts: leave it out", code="unsupported",
             param="thinking",
         )  # fmt: skip
-    return Thinking(THINKS[kind], given.get("display") != "omitted")
+    return THINKS[kind], given.get("display") != "omitted"
 
 
 def _check_edits(given: Any) -> None:

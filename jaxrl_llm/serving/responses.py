@@ -35,7 +35,7 @@ AS_CHAT = (CHAT | COMMON) - {
     "separate_reasoning", "reasoning_effort", *OWN
 }  # fmt: skip
 # As in bodies.py; max_tool_calls counts the calls of tools that a server hosts.
-NO_EFFECT = WITHOUT_EFFECT | {"prompt_cache_retention", "prompt_cache_options", "client_metadata", "max_tool_calls"}
+NO_EFFECT = WITHOUT_EFFECT | {"client_metadata", "max_tool_calls"}
 NEUTRAL = {"background": False, "truncation": "disabled"}
 NO_WORD = {"background", "truncation", "conversation", "prompt", "context_management", "moderation"}
 LOGPROBS = "message.output_text.logprobs"
@@ -116,10 +116,6 @@ class ResponsesRequest:
         """The response as server-sent events, as it comes."""
         async for event in self.events():
             yield frame(event)
-
-    def close(self) -> None:
-        """Cancels what has not ended."""
-        self.answer.close()
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a stream, in the order of OpenAI's. One that fails ends with `response.failed`."""

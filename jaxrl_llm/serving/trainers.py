@@ -4,15 +4,12 @@ TRL 1.16 samples by `/v1/completions`, earlier versions and axolotl by `/generat
 NCCL, which is refused here by name: weights come by files, `/update_weights_from_disk` as in SGLang.
 """
 
-import asyncio
 import dataclasses
 import functools
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.files.weight_versions import PatchError
 from jaxrl_llm.serving.answers import Answer
 from jaxrl_llm.serving.app import Server
 from jaxrl_llm.serving.choice import Choice
@@ -147,23 +144,10 @@ async def update_weights(server: Server, request: Request) -> Response:
                 f"{name} is {value!r:.100}, which an update here has not; it takes model_path", code="unsupported",
                 param=name,
             )  # fmt: skip
-    if not isinstance(path, str) or not path:
-        raise BadRequestError("model_path takes the path of a model's folder", param="model_path")
     if server.load is None:
         raise BadRequestError("weights stay as they are: start the server with --weight_updates", 403, "unsupported")
     async with server.loading:  # one at a time, in the order in which they were asked for
-        try:
-            params = await asyncio.to_thread(server.load, path)
-        except PatchError as error:
-            raise BadRequestError(str(error), 409, "wrong_base", "model_path") from None
-        except ConfigError as error:
-            raise BadRequestError(str(error), param="model_path") from None
-        except Exception as error:  # files that are half written or broken; the weights stay as they are
-            raise BadRequestError(
-                f"model_path is {path!r:.200}, whose weights cannot be read ({type(error).__name__}: {error!s:.200}); "
-                "write them anew, and ask again",
-                param="model_path",
-            ) from error
+        params = await server.loaded(server.load, path, "model_path")
         await server.queue.called(functools.partial(server.queue.replace, params))
         del params
         version = server.queue.counts.weight_version

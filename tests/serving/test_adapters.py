@@ -106,7 +106,8 @@ def test_adapters_come_and_go(listening, folders, sorter):
         assert listed() == ["sorter"]
         ask("completions", 404, model="mine", **body)
         ask("unload_lora_adapter", 404, lora_name="mine")
-        ask("load_lora_adapter", 400, lora_name="mine", lora_path="/nowhere")
+        for path in ("/nowhere", ["/nowhere"]):
+            ask("load_lora_adapter", 400, lora_name="mine", lora_path=path)
         ask("load_lora_adapter", 400, lora_name="sorter", lora_path=str(folders["poet"][0]))
         ask("load_lora_adapter", 400, lora_name="mine", path="x")
 

@@ -155,6 +155,8 @@ def test_numbers_that_are_none(web, number):
         body = ", ".join(f'"{key}": {value}' for key, value in fields.items())
         error = refused(web.post(TEXT, content=f"{{{body}}}"))
         assert error["param"] in (name, None) and len(error["message"]) < 400
+    # An answer of this API has its request's metadata, and as JSON no such number.
+    refused(web.post("/v1/responses", content=f'{{"input": "x", "metadata": {{"a": {number}}}}}'))
 
 
 NAN, LARGE = float("nan"), float("inf")
@@ -225,10 +227,12 @@ def test_a_body_of_another_type(running, kind):
 def test_what_asks_for_nothing_is_taken(web):
     """Fields at their neutral value, null ones, and those of who asks."""
     neutral = {"frequency_penalty": 0.0, "presence_penalty": 0, "logit_bias": None, "best_of": 1, "echo": False}
+    neutral |= {"add_special_tokens": True, "allowed_token_ids": None, "cache_salt": "x"}
     body = {"prompt": "sort:4821=", "temperature": 0, "user": "me", "top_k": -1, "seed": -5, **neutral}
     assert web.post(TEXT, json=body).json()["choices"][0]["text"] == "1248"
     body = {"messages": MESSAGES, "response_format": {"type": "text"}, "metadata": {"a": "b"}, "tools": None}
-    body |= {"spaces_between_special_tokens": False, "detokenize": True}
+    body |= {"spaces_between_special_tokens": False, "detokenize": True, "add_special_tokens": False}
+    body |= {"prompt_cache_retention": "24h", "verbosity": "medium", "prediction": {"type": "content", "content": "1"}}
     parts = [{"type": "text", "text": "sort:"}, {"type": "text", "text": "1="}]
     for content in ("sort:1=", parts):
         messages = [{"role": "user", "content": content}]
