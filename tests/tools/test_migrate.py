@@ -1930,6 +1930,26 @@ def test_a_mixture_of_experts_of_axolotl_in_four_bits(tmp_path):
     assert "of experts" not in migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)))[1]
 
 
+def test_models_in_few_bits(tmp_path):
+    """As GPTQ and AWQ have stored them, which are read as numbers."""
+    tree = {"base_model": "a/b-GPTQ", "gptq": True, "gptq_disable_exllama": True, "adapter": "lora", "lora_r": 8}
+    tree |= {"datasets": [{"path": "d"}], "learning_rate": 1e-5, "max_steps": 2}
+    config, text = migrate(written(tmp_path, "a.yaml", yaml.safe_dump(tree)))
+    expect(config, model={"path": "a/b-GPTQ", "quantize": "none"}, lora={"rank": 8})
+    assert "set model.quantize to hold them in few bits" in " ".join(text.split())
+    assert "gptq = True: config.json of the model says how it is stored" in text
+    script = (
+        "from datasets import load_dataset\nfrom transformers import AutoModelForCausalLM, AwqConfig\n"
+        "from trl import SFTConfig, SFTTrainer\n"
+        "model = AutoModelForCausalLM.from_pretrained('a/b-AWQ', quantization_config=AwqConfig(bits=4))\n"
+        "SFTTrainer(model, args=SFTConfig(max_steps=2), train_dataset=load_dataset('c/d', split='train')).train()\n"
+    )
+    config, text = migrate(written(tmp_path, "sft.py", script))
+    expect(config, model={"path": "a/b-AWQ", "quantize": "none"})
+    assert "set model.quantize to hold them in few bits" in " ".join(text.split())
+    assert "no known key" not in text
+
+
 def test_evaluations_of_trl_that_start_late(tmp_path):
     said = "trl sft --model_name_or_path m --dataset_name d --max_steps 90 --eval_delay "
     config, _ = migrate(written(tmp_path, "a.sh", f"{said}30 --eval_strategy steps --eval_steps 10"))

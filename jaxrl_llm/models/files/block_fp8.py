@@ -3,7 +3,8 @@
 A matrix `[...,out,in]` named `x` is stored as E4M3, and the scales that its blocks are multiplied by as `x_scale_inv`
 `[...,out/n,in/m]`. Blocks are of n x m = 128 x 128 numbers as a rule, smaller at the ends (arXiv 2412.19437, section
 3.3); of 1 x 32 in MXFP8 (MiniMax-M3; OCP Microscaling Formats 1.0), whose scales are bytes, the exponents of powers of
-two (E8M0); or the whole of a matrix is one block (Ministral 3), and its scale may be a number.
+two (E8M0); or the whole of a matrix is one block (Ministral 3, AutoFP8), and its scale may be a number; or an output is
+(fbgemm_fp8).
 """
 
 from pathlib import Path

@@ -7,7 +7,7 @@ from typing import Any
 from jaxrl_llm.data.formats.lookup import known
 from jaxrl_llm.data.named_templates import TEMPLATES
 from jaxrl_llm.tools.migrate import distillation, shared, trl, trl_run
-from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source, has_experts, short
+from jaxrl_llm.tools.migrate.draft import IN_FEW_BITS, Draft, Options, RefusedError, Source, has_experts, short
 from jaxrl_llm.tools.migrate.losses import with_options
 from jaxrl_llm.tools.migrate.table import CONVERT, defaults, rules, table
 
@@ -178,6 +178,8 @@ def _model(draft: Draft, yaml: dict[str, Any]) -> None:
         of_experts = "same" if yaml.get("quantize_moe_experts") else "none"
         draft.set("model.quantize_experts", of_experts, "quantize_moe_experts")
     draft.use("quantize_moe_experts")
+    if yaml.get("gptq"):
+        draft.check(IN_FEW_BITS)
     for key, flag in (("tokens", ""), ("special_tokens.additional_special_tokens", " --special")):
         if added := yaml.get(key):
             draft.use(key)

@@ -17,6 +17,10 @@ from jaxrl_llm.tools.migrate.table import CONVERT, find, known, names, rules, ta
 OURS = {key.name: key for key in KEYS}
 SECRET = re.compile(r"((^|\.|hub_|auth_|access_|api_)token|api_key|password|secret|wandb\.key|use_wandb)$")
 OPEN = re.compile(rf"\$\{{[^{{}}]*\}}|{COMMAND}|\$[\w@]+")  # what a shell or a YAML would fill in
+IN_FEW_BITS = (
+    "matrices that the model's folder has in few bits are read as numbers, in model.param_dtype: set model.quantize to "
+    "hold them in few bits (docs/models.md says which keep every number)"
+)
 
 
 class RefusedError(ConfigError):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.tools.migrate.draft import Source
+from jaxrl_llm.tools.migrate.draft import IN_FEW_BITS, Source
 from jaxrl_llm.tools.migrate.functions import Functions
 from jaxrl_llm.tools.migrate.losses import with_options
 from jaxrl_llm.tools.migrate.table import find, rules, table
@@ -20,6 +20,7 @@ TOKENIZER = ("processing_class", "tokenizer")
 OBJECTS = ("dataset", "model", "policy_model", "value_model")  # of a recipe, which makes them
 ROWS = ("select", "shuffle", "filter", "map", "remove_columns", "rename_column", "select_columns", "train_test_split")
 KEEPING = ("map", "remove_columns", "rename_column", "select_columns")  # of these, what keeps rows and their order
+AS_STORED = ("GPTQConfig", "AwqConfig", "CompressedTensorsConfig")  # of models that are in few bits already
 LOADERS = ("load_dataset", "load_from_disk", "from_json", "from_csv", "from_parquet")  # of datasets, and its Dataset
 AVERAGE, STOPPING = "BEMACallback", "EarlyStoppingCallback"  # which are no hooks here but settings
 FOREIGN = {"trl", "unsloth", "verl", "adaptive_harmony", "harmony_client", "axolotl"}
@@ -206,7 +207,10 @@ class Script(Values):
         for keyword in node.keywords if isinstance(node, ast.Call) and call_name(node) == "from_pretrained" else ():
             if keyword.arg == "quantization_config":
                 made = self.lookup(keyword.value) if isinstance(keyword.value, ast.Name) else keyword.value
-                settings |= self.arguments(made, []) if isinstance(made, ast.Call) else {}
+                if isinstance(made, ast.Call) and call_name(made) in AS_STORED:
+                    self.note(IN_FEW_BITS)
+                elif isinstance(made, ast.Call):
+                    settings |= self.arguments(made, [])
             elif keyword.arg and not keyword.arg.endswith("model_name"):
                 settings[keyword.arg] = self.value(keyword.value)
         return settings

@@ -85,6 +85,30 @@ def test_a_matrix_may_have_one_scale(variant, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("method", "of_outputs", "beside"),
+    [
+        ("fp8", False, {"input_scale": torch.ones(1)}),  # as AutoFP8 writes it
+        ("fbgemm_fp8", True, {"input_scale_ub": torch.ones(1)}),
+    ],
+)
+def test_scales_of_matrices_and_outputs(method, of_outputs, beside, tmp_path):
+    """By another name than DeepSeek's, beside scales of what has no use where numbers are computed with."""
+    make_oracle("qwen3").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    plain = dict(tensors)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        scale = tensors[name].abs().amax(1 if of_outputs else (0, 1), keepdim=True) / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        plain[name] = tensors[name].float() * scale
+        tensors[name + "_scale"] = scale if of_outputs else scale.reshape(1)
+        tensors |= {f"{name.removesuffix('weight')}{end}": x.clone() for end, x in beside.items()}
+    tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
+    expected = logits_of(tmp_path, plain)
+    quantized = {"quant_method": method, "activation_scheme": "static"}
+    np.testing.assert_array_equal(logits_of(tmp_path, tensors, quantized), expected)
+
+
+@pytest.mark.parametrize(
     ("dtype", "block"), [(torch.uint8, {"weight_block_size": [1, 4]}), (torch.float8_e8m0fnu, {})], ids=["u8", "e8m0"]
 )
 def test_scales_may_be_exponents(dtype, block, tmp_path):
