@@ -157,6 +157,29 @@ def test_parts_of_axolotls_format(chatml_tokenizer):
     assert [x["role"] for x in example["messages"]] == ["user", "assistant"]
 
 
+def test_thoughts_and_tools_of_axolotls_format():
+    """Under the names that the options give, or within the content."""
+    form = find(
+        "chat_template(field_tools='functions', field_thinking='why', template_thinking_key='thinking', "
+        "split_thinking=True)", "completions",
+    )  # fmt: skip
+    contents = {
+        "<think>\nhm\n</think>\n\nyes": "yes",
+        "<reasoning>hm</reasoning>yes": "yes",
+        "<|begin_of_thought|>hm<|end_of_thought|>\n<|begin_of_solution|>\nyes\n<|end_of_solution|>": "yes",
+        "<think>hm</think>": "",
+    }
+    for content, said in contents.items():
+        made = form({"messages": [user("<think>a</think>b"), assistant(content)], "functions": [{"name": "f"}]})
+        ask, answer = made["messages"]
+        assert (ask["content"], answer["content"], answer["thinking"]) == ("<think>a</think>b", said, "hm")
+        assert made["tools"] == [{"name": "f"}]
+    made = form({"messages": [user("a"), {**assistant("b"), "why": "hm"}]})
+    assert made["messages"][1] == {"role": "assistant", "content": "b", "thinking": "hm", "train": True}
+    whole = find("chat_template", "completions")({"messages": [user("a"), assistant("<think>hm</think>b")]})
+    assert whole["messages"][1]["content"] == "<think>hm</think>b" and "tools" not in whole
+
+
 def test_what_axolotls_format_refuses():
     form = find("chat_template", "completions")
     with pytest.raises(ConfigError, match=r"holds .* but the format chat_template takes messages with 'role'"):

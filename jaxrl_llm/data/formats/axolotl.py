@@ -7,6 +7,7 @@ Source: axolotl's documentation (docs/rlhf.qmd, docs/dataset-formats), prompt_st
 chat_template.py and user_defined.py there, and its prompters.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -79,6 +80,12 @@ ALPACA = (
 ALPACA_WITHOUT_INPUT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+# Thoughts in a content, and what is behind them, which may have marks too.
+THOUGHT = re.compile(
+    r"(<think>|<reasoning>|<\|begin_of_thought\|>)(.*?)(?:</think>|</reasoning>|<\|end_of_thought\|>)\s*"
+    r"(?:<\|begin_of_solution\|>\s*(.*?)\s*<\|end_of_solution\|>|(.*))",
+    re.DOTALL,
 )
 ROLES = {"user": ["user"], "assistant": ["assistant"], "system": ["system"], "tool": ["tool"]}
 CHAT_ROLES = ROLES | {"user": ["human", "user"], "assistant": ["gpt", "assistant"]}
@@ -393,6 +400,10 @@ def chat(
     message_field_training: str | None = None,
     message_field_training_detail: str | None = None,
     drop_system_message: bool = False,
+    field_tools: str = "tools",
+    field_thinking: str = "reasoning_content",
+    template_thinking_key: str = "reasoning_content",
+    split_thinking: bool = False,
 ) -> Row:
     """A conversation, of which the turns of `roles_to_train` are learned, and those whose message says so.
 
@@ -402,12 +413,15 @@ def chat(
     end_offset, train) which letters of it are; parts of a content may have `train`, or `weight` 0 or 1, each.
     `train_on_eos`: what ends a turn is learned with the turn (turn), of all turns (all), of the last one that is
     learned (last), or never (none). Without roles, ends and entries of messages the last message alone is learned.
+    `field_tools` is a column of tools. The entry `field_thinking` of a message, with `split_thinking` also what stands
+    within `<think>` or the like in a content of the assistant, becomes `template_thinking_key`.
     """
     name = "chat_template"
     if train_on_eos not in (None, "turn", "all", "last", "none"):
         raise ConfigError(f"train_on_eos is {train_on_eos!r}; the format {name} takes turn, all, last or none")
     _, turns = first_column(row, (field_messages,), name)
-    keys = {"role": "role", "content": "content", **(message_property_mappings or {})}
+    thinking = {template_thinking_key: field_thinking} if template_thinking_key != field_thinking else {}
+    keys = {"role": "role", "content": "content", **thinking, **(message_property_mappings or {})}
     targets = {source: target for target, sources in (roles or CHAT_ROLES).items() for source in _listed(sources)}
     taught = {targets.get(role, role) for role in _listed(roles_to_train or ())}
     fields = (message_field_training, message_field_training_detail)
@@ -424,6 +438,8 @@ def chat(
         message["content"], detail = _text_of_parts(message.get("content"))
         training, own = (None if field is None else turn.get(field) for field in fields)
         detail = own or detail
+        if split_thinking and message["role"] == "assistant" and (found := THOUGHT.search(str(message["content"]))):
+            message |= {template_thinking_key: found[2].strip(), "content": found[3] or found[4] or ""}
         learned = bool(detail) or message["role"] in taught if training is None else bool(training)
         messages.append({**message, "train": learned, **({"train_detail": detail} if detail else {})})
     if messages and messages[0]["role"] != "system" and isinstance(row.get(field_system), str):
@@ -437,7 +453,8 @@ def chat(
             message["train"] = index == len(messages) - 1
         elif train_on_eos != "turn":
             message["train_end"] = train_on_eos == "all" or (train_on_eos == "last" and index == last)
-    return {"messages": messages}
+    tools = {} if row.get(field_tools) is None else {"tools": row[field_tools]}
+    return {"messages": messages, **tools}
 
 
 def _renamed(turn: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
