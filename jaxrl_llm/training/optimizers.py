@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import MuonDimensionNumbers, muon, scale_by_ademamix, scale_by_adopt
+from optax.contrib import scale_by_ademamix, scale_by_adopt
 
 from jaxrl_llm.config.resolve import ConfigError, resolve_with_options
 from jaxrl_llm.config.user_code import contained, error_text
@@ -18,6 +18,7 @@ from jaxrl_llm.models.vision.clipped import BOUNDS
 from jaxrl_llm.training.moments import stored_in
 from jaxrl_llm.training.transformations import (
     clip_by_global_norm,
+    orthogonalized,
     per_layer,
     prodigy,
     sampled_layers,
@@ -33,7 +34,7 @@ UNTRAINED = (
     "activation/eps",
 )  # fmt: skip
 MATRICES = ("/kernel", "/lora_a", "/lora_b")  # last names in the paths of matrices
-MUON_RMS = 0.2  # of an update, as AdamW's are: one learning rate serves both (arXiv 2502.16982)
+MUON_MOMENTUM, MUON_RMS = 0.95, 0.2  # the root mean square of AdamW's updates: one learning rate serves both
 
 
 @dataclass(frozen=True)
@@ -270,17 +271,8 @@ def _muon(spec: OptimizerSpec, rate: optax.Schedule) -> optax.GradientTransforma
     def labels(params):
         return jax.tree_util.tree_map_with_path(lambda *leaf: "muon" if _is_matrix(*leaf) else "adamw", params)
 
-    def last_two(params):  # the leading dimensions (layers, experts) are a batch of matrices
-        return jax.tree.map(lambda _: MuonDimensionNumbers(-2, -1), params)
-
-    decay: Any = weight_decay_of(spec)  # its signature names numbers alone, and takes schedules all the same
-    matrices = muon(
-        rate,
-        weight_decay=decay,
-        weight_decay_mask=decayed(spec),
-        muon_weight_dimension_numbers=last_two,
-        consistent_rms=MUON_RMS,
-    )
+    momentum = optax.trace(MUON_MOMENTUM, nesterov=True)  # m = 0.95 m + g, and g + 0.95 m is made orthogonal
+    matrices = _descent(spec, rate, momentum, orthogonalized(MUON_RMS))
     return optax.partition({"muon": matrices, "adamw": _adamw(spec, rate)}, labels)
 
 
