@@ -68,6 +68,7 @@ def masked_var(x, mask, ddof: int = 1, axis=None, keepdims: bool = False) -> Arr
     Shapes: as `masked_mean`. `ddof=1` is the unbiased estimate `sum((x - mean)^2) / (n - 1)`, `ddof=0` the biased one.
     """
     x = as_float(x)
+    x = jnp.where(as_mask(mask, x.shape), x, 0.0)  # squares outside the mask would give the gradient NaN
     centered = x - masked_mean(x, mask, axis, keepdims=True)
     count = jnp.sum(as_mask(mask, x.shape), axis=axis, keepdims=keepdims, dtype=x.dtype)
     return masked_sum(jnp.square(centered), mask, axis, keepdims) / jnp.maximum(count - ddof, 1.0)
@@ -84,7 +85,8 @@ def whiten(x, mask, shift_mean: bool = True, ddof: int = 1, eps: float = 1e-8, d
     """
     x = as_float(x)
     mask = as_mask(mask, x.shape)
-    shifted = x - jnp.where(mask, x, -jnp.inf).max()
+    x = jnp.where(mask, x, 0.0)
+    shifted = x - jnp.max(x, where=mask, initial=jnp.finfo(x.dtype).min)
     whitened = shifted - masked_mean(shifted, mask)
     if divide:
         whitened *= jax.lax.rsqrt(masked_var(shifted, mask, ddof) + eps)

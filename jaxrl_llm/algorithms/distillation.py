@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.aggregation import as_float
+from jaxrl_llm.algorithms.aggregation import as_float, as_mask
 from jaxrl_llm.algorithms.kl import full_kl
 
 Array = jax.Array
@@ -34,7 +34,7 @@ def distilled_advantages(
     if limit is not None:
         log_ratio = jnp.clip(log_ratio, -limit, limit)
     log_ratio *= weights
-    return (as_float(advantages) - coef * log_ratio) * (as_float(mask) > 0)
+    return jnp.where(as_mask(mask), as_float(advantages) - coef * log_ratio, 0.0)
 
 
 def position_weights(log_ratio, mask, gamma: float) -> Array:
@@ -45,7 +45,7 @@ def position_weights(log_ratio, mask, gamma: float) -> Array:
     falls from 1 + gamma to 1: the farther policy and teacher have gone apart, the less the teacher knows of the text.
     Source: IW-OPD, arXiv 2606.22600, as TRL.
     """
-    distance = jnp.where(as_float(mask) > 0, jnp.abs(as_float(log_ratio)), 0.0)
+    distance = jnp.where(as_mask(mask), jnp.abs(as_float(log_ratio)), 0.0)
     before = jnp.cumsum(distance, axis=1) - distance
     return 1.0 + gamma * (1.0 - before / jnp.maximum(distance.sum(axis=1, keepdims=True), 1e-8))
 
@@ -64,7 +64,9 @@ def generalized_jsd(log_probs, teacher_log_probs, beta: float) -> Array:
         return full_kl(teacher, policy)
     if beta == 1:
         return full_kl(policy, teacher)
-    mixture = jnp.logaddexp(policy + jnp.log1p(-beta), teacher + jnp.log(beta))
+    possible = jnp.maximum(policy, teacher) > -jnp.inf  # or else there is no gradient, where neither term reads it
+    own, theirs = (jnp.where(possible, x, 0.0) for x in (policy, teacher))
+    mixture = jnp.logaddexp(own + jnp.log1p(-beta), theirs + jnp.log(beta))
     return beta * full_kl(teacher, mixture) + (1.0 - beta) * full_kl(policy, mixture)
 
 
@@ -122,10 +124,10 @@ def _sorted_forward(probs, teacher_probs):
     gap = filled(ascending) - filled(jnp.sort(q))
     # A second sort brings the slopes back to their tokens: accelerators scatter slowly.
     _, slopes = jax.lax.sort((tokens, jnp.sign(gap[..., size - p.shape[-1] :])), num_keys=1)
-    return jnp.abs(gap).sum(-1), slopes
+    return jnp.abs(gap).sum(-1), slopes.astype(jnp.result_type(probs))
 
 
-sorted_distance.defvjp(_sorted_forward, lambda slopes, gradient: (gradient[..., None] * slopes, None))
+sorted_distance.defvjp(_sorted_forward, lambda slopes, d: (d[..., None].astype(slopes.dtype) * slopes, None))
 
 
 def hybrid_distances(probs, teacher_probs, matches, beta: float) -> tuple[Array, Array]:

@@ -51,10 +51,12 @@ def full_kl(log_probs, ref_log_probs) -> Array:
     """Returns KL(policy || reference) `[...]` of distributions over a vocabulary: `sum_v p_v (log p_v - log q_v)`.
 
     `log_probs, ref_log_probs [..., V]` in nats, each normalised. It is no estimate: given a prefix, it does not depend
-    on the token that was sampled, and its gradient is that of the KL itself.
+    on the token that was sampled, and its gradient is that of the KL itself. A token of log-prob -inf adds
+    nothing.
     """
     log_probs = as_float(log_probs)
-    return (jnp.exp(log_probs) * (log_probs - as_float(ref_log_probs))).sum(-1)
+    difference = jnp.where(log_probs > -jnp.inf, log_probs - as_float(ref_log_probs), 0.0)
+    return (jnp.exp(log_probs) * difference).sum(-1)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,16 @@ def test_masked_mean_never_reads_outside_the_mask():
     np.testing.assert_allclose(gradient, MASK / 5)
 
 
+@pytest.mark.parametrize("mask", [MASK, np.zeros_like(MASK)])
+@pytest.mark.parametrize("function", [masked_var, whiten])
+def test_gradients_of_moments_never_read_outside_the_mask(function, mask):
+    weights = np.sin(LOSS)  # whitened numbers sum to 0, whatever they are
+    gradient = jax.grad(lambda x: (weights * function(x, mask)).sum())
+    poisoned = gradient(jnp.where(mask > 0, LOSS, jnp.nan))
+    np.testing.assert_array_equal(poisoned, gradient(jnp.where(mask > 0, LOSS, 0.0)))
+    assert (np.asarray(poisoned)[mask == 0] == 0).all()
+
+
 @pytest.mark.parametrize("ddof", [0, 1])
 def test_masked_var_is_numpys(ddof):
     mask, x = random_batch()

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import jax.test_util
 import numpy as np
+import pytest
 
 from jaxrl_llm.algorithms.distillation import (
     LEAST_PROBABILITY,
@@ -20,6 +21,29 @@ def test_advantages_by_hand():
     logps, teacher = np.float32([[-1.0, -2.0, -9.0]]), np.float32([[-0.5, -3.0, 0.0]])
     got = distilled_advantages(np.float32([[0.25, 0.25, 0.25]]), logps, teacher, np.float32([[1, 1, 0]]), 2.0)
     np.testing.assert_allclose(got, [[0.25 + 2 * 0.5, 0.25 - 2 * 1.0, 0.0]])
+
+
+def test_what_is_outside_the_mask_is_not_read():
+    unknown = np.float32([[np.nan, -2.0]])
+    got = distilled_advantages(unknown, unknown, -unknown, np.float32([[0, 1]]), position_gamma=0.5)
+    np.testing.assert_allclose(got, [[0.0, -2.0 + 1.5 * 4.0]])
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_tokens_of_no_probability_add_nothing_and_have_no_gradient(x64, beta):
+    """As if they were not in the vocabulary, where both have none; a mixture is finite where one of them has none."""
+    policy, teacher = np.array([0.5, -1.0, 2.0, -np.inf]), np.array([1.5, -0.3, 0.2, -np.inf])
+
+    def divergence(logits, others):
+        return generalized_jsd(jax.nn.log_softmax(logits), jax.nn.log_softmax(others), beta)
+
+    value, slopes = jax.value_and_grad(divergence)(policy, teacher)
+    expected, expected_slopes = jax.value_and_grad(divergence)(policy[:3], teacher[:3])
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+    np.testing.assert_allclose(slopes, [*expected_slopes, 0.0], rtol=1e-9)
+    if 0 < beta < 1:
+        value, slopes = jax.value_and_grad(divergence)(policy, np.array([1.5, -0.3, -np.inf, 0.2]))
+        assert np.isfinite(value) and np.isfinite(slopes).all()
 
 
 def test_expected_gradient_is_that_of_the_reverse_kl(x64):
