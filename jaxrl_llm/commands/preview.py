@@ -33,13 +33,23 @@ COLOURS = ("\x1b[2m", "\x1b[1;32m", "\x1b[0m")  # read only, learned, end
 MARKS = ("", "⟦", "⟧")  # where there are no colours
 
 
-def preview(config, rows: int = 3, measure: int = 10_000, held_out: bool = True, colour: bool = False) -> str:
-    """The report on the data of `config`; raises ConfigError for data that training could not read."""
+def preview(
+    config,
+    rows: int = 3,
+    measure: int = 10_000,
+    held_out: bool = True,
+    colour: bool = False,
+    train_dataset: Any = None,
+) -> str:
+    """The report on the data of `config`; raises ConfigError for data that training could not read.
+
+    A `train_dataset`, as `jaxrl_llm.train` takes it, stands in place of all of it.
+    """
     tokenizer = tokenizer_of(config)
     spec = data_spec(config)
-    sources = opening.open_sources(spec, tokenizer)
+    sources = opening.open_sources(spec, tokenizer, train_dataset)
     lines = report(spec, "trained on", spec.kind, sources, tokenizer, rows, measure, colour)
-    if held_out and config.eval.every >= 0:
+    if held_out and train_dataset is None and config.eval.every >= 0:
         for one, sources in eval_data(config, tokenizer):
             if not sources:
                 lines.append("=== nothing is evaluated on: the data has no split 'test', see data.eval_split")
