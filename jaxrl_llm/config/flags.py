@@ -8,11 +8,14 @@ if __name__ == "__main__":
     run(main)
 """
 
+import contextlib
 import gc
 import inspect
 import logging
+import os
 import platform
 import re
+import select
 import signal
 import sys
 import textwrap
@@ -61,9 +64,10 @@ class Flags(NamedTuple):
 def run(main: Callable[[list[str]], None]) -> NoReturn:
     """Calls `main(arguments)` and exits: 0 when it returns, 2 with `error: ...` on stderr after a ConfigError.
 
-    After any other error it is 1 and the message names the file with the traceback; after Ctrl-C it is 130. An error in
-    one of several processes ends all of them (see `jaxrl_llm.distributed.processes`). Warnings are lines `warning: ...`
-    on stderr, and so is what is logged as one where the user's code sets up no logging.
+    After any other error it is 1 and the message names the file with the traceback; after Ctrl-C it is 130; where
+    nobody reads the output any more, as behind `| head`, it is 141, without a message, as of other programs. An error
+    in one of several processes ends all of them (see `jaxrl_llm.distributed.processes`). Warnings are lines
+    `warning: ...` on stderr, and so is what is logged as one where the user's code sets up no logging.
     """
     STARTED.close()
     warnings.formatwarning = _warning_line
@@ -74,12 +78,15 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
     code: int | str | None = 0
     try:
         main(sys.argv[1:])
+        print(end="", flush=True)  # what cannot be written is an error here, not as Python ends
     except (Exception, KeyboardInterrupt) as error:
-        processes = _processes()
-        if processes is None or not processes.report(error):
-            sys.stdout.flush()
+        processes, code = _processes(), exit_code(error)
+        if isinstance(error, BrokenPipeError) and _unread():
+            code = 128 + signal.SIGPIPE
+        if (processes is None or not processes.report(error)) and code != 128 + signal.SIGPIPE:
+            with contextlib.suppress(OSError):
+                print(end="", flush=True)
             print(f"error: {masked(_message(error))}", file=sys.stderr)
-        code = exit_code(error)
     except SystemExit as exit_:
         code = exit_.code
         if not is_own_exit(exit_):
@@ -118,6 +125,15 @@ class _LogLine(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return masked(f"{record.levelname.lower()}: {super().format(record)}")
+
+
+def _unread() -> bool:
+    """Whether standard output is a pipe without a reader; what is still to be written there is then dropped."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    if gone := bool(output.poll(0)):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains as it ends
+    return gone
 
 
 def _processes() -> ModuleType | None:

@@ -82,6 +82,24 @@ def test_a_command_never_ends_well_by_an_exit_of_somebody_else(tmp_path):
     assert ended.returncode == 1 and "error: sys.exit(0) was called in leaves (<string>:3)" in ended.stderr
 
 
+@pytest.mark.parametrize("size", [5, 10**6])  # what waits to be written, and what does not fit into a pipe
+def test_a_command_whose_reader_has_gone_ends_without_a_word(size, tmp_path):
+    code = f"import sys\nfrom jaxrl_llm.config.flags import run\nrun(lambda _: print('x' * {size}))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as command:
+        command.stdout.close()
+        assert command.stderr.read() == ""
+    assert command.returncode == 141 and not list(tmp_path.iterdir())
+
+
+def test_a_broken_pipe_of_the_users_is_an_error(tmp_path):
+    code = "from jaxrl_llm.config.flags import run\ndef fails(_): raise BrokenPipeError('mine')\nrun(fails)"
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 1 and "error: BrokenPipeError: mine" in ended.stderr
+
+
 LEFT = """
 import atexit, concurrent.futures, multiprocessing, sys, threading, time
 from jaxrl_llm.config import ConfigError, background
