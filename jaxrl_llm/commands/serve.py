@@ -104,7 +104,7 @@ def serve(read: Callable[[], Model], flags: SimpleNamespace, api_key: str, lock:
 
     from jaxrl_llm.serving.adapters import ADAPTER_ROUTES
     from jaxrl_llm.serving.app import Limits, Server
-    from jaxrl_llm.serving.connections import Connection
+    from jaxrl_llm.serving.connections import KEPT_ALIVE, Connection
     from jaxrl_llm.serving.endpoints import ENDPOINTS
     from jaxrl_llm.serving.queue import RequestQueue, compile_first
     from jaxrl_llm.serving.trainers import ROUTES
@@ -148,6 +148,7 @@ def serve(read: Callable[[], Model], flags: SimpleNamespace, api_key: str, lock:
 
     web = uvicorn.Config(
         server.app, http=Connection, log_level="warning", access_log=False, server_header=False, lifespan="off",
+        timeout_keep_alive=KEPT_ALIVE,
         timeout_graceful_shutdown=int(flags.drain) + 2,  # for what ended answers write; who reads none of it is cut off
     )  # fmt: skip
     queue.start()

@@ -7,6 +7,9 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 REFUSED = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+# Seconds of a connection between two requests. Clients keep theirs for 5 to 90: one that the server ends first, as a
+# request is sent on it, fails that request.
+KEPT_ALIVE = 120
 OTHER_FILES = 128  # that the process may have open beside its connections
 
 
@@ -14,8 +17,8 @@ class Connection(H11Protocol):
     """A connection that ends when it is in no request for `seconds`, or twice that, and its client reads nothing.
 
     So it goes with half a request's head, with a body that has no end behind its answer, and with an answer that nobody
-    reads. While a request is answered its own limits hold (`app.Limits`). Beyond `most` connections a new one is
-    refused with status 503.
+    reads. While a request is answered its own limits hold (`app.Limits`), and behind an answer that was read uvicorn's
+    `timeout_keep_alive`. Beyond `most` connections a new one is refused with status 503.
     """
 
     seconds = 10.0
@@ -39,8 +42,9 @@ class Connection(H11Protocol):
 
     def _look(self, before: Any, unread: int | None) -> None:
         """Looks again in `seconds`; `before` is the cycle that had ended at the last look, `unread` its bytes."""
-        waits = self.cycle is None or self.cycle.response_complete
         left = self.transport.get_write_buffer_size()
+        kept_alive = self.timeout_keep_alive_task is not None and not left
+        waits = self.cycle is None or (self.cycle.response_complete and not kept_alive)
         if waits and unread is not None and self.cycle is before and left >= unread:
             self.transport.abort()
             return

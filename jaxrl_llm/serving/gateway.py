@@ -29,6 +29,7 @@ from jaxrl_llm.serving.answers import Answer, Translated, answered
 from jaxrl_llm.serving.app import AT_ONCE, Limits, Server
 from jaxrl_llm.serving.bodies import Asked
 from jaxrl_llm.serving.choice import Choice, Piece
+from jaxrl_llm.serving.connections import KEPT_ALIVE
 from jaxrl_llm.serving.endpoints import models
 from jaxrl_llm.serving.errors import BadRequestError, renamed
 from jaxrl_llm.serving.messages import MessagesRequest, counted
@@ -39,9 +40,6 @@ from jaxrl_llm.serving.sessions import MODEL, OVER, Call, Session, SessionSpec
 MANY = 2**20  # requests at once and rows that wait: as many as agents ask for
 ANY_LENGTH = 2**31  # sessions bound their rows themselves
 LARGEST = 2**28  # bytes of a request, which may have images
-# Seconds of a connection between two calls. Clients keep theirs for 5 to 90: one that the server ends first, as a call
-# is sent on it, fails that call.
-KEPT_ALIVE = 120
 
 
 class Gateway:

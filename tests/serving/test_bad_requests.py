@@ -411,6 +411,17 @@ def test_connections_without_a_request_end(impatient):
     assert httpx.get(f"{impatient.url}/health").text == "ok"
 
 
+def test_a_connection_between_two_requests_stays(impatient):
+    """As long as clients keep theirs: a request that is sent while the server ends its connection fails."""
+    with httpx.Client(base_url=impatient.url, headers=JSON) as web:
+        streams = []
+        for _ in range(2):
+            answer = web.post(TEXT, json={"prompt": "x", "max_tokens": 1}, timeout=60)
+            streams.append(answer.extensions["network_stream"])
+            time.sleep(1)
+    assert streams[0] is streams[1]
+
+
 @pytest.mark.slow
 def test_connections_that_only_send_end(impatient):
     """A body behind its answer that has no end, and an answer that nobody reads."""
