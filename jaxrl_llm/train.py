@@ -33,7 +33,6 @@ from jaxrl_llm.distributed.turns import yielded
 from jaxrl_llm.models.files.hf import step_folders
 from jaxrl_llm.models.kernels.fused_attention import described
 from jaxrl_llm.models.model import Model
-from jaxrl_llm.models.net import Params
 from jaxrl_llm.rewards.runner import TrainerState
 from jaxrl_llm.tools.cards.bucket import check_copy, copy_run
 from jaxrl_llm.tools.cards.card import write_cards
@@ -179,7 +178,16 @@ def train(
                 run.source.first_stage(current().params, logger.note)
 
         def evaluate() -> Metrics:
-            return _evaluated(run, current().params, root, step, logger)
+            run.source.rest()  # rewards and environments are called by one thread at a time
+            table, params = list[Row](), current().params
+            if run.average is not None and config.average.evaluate:
+                params = run.average.of_model(params)
+            assert run.evaluation is not None
+            metrics = run.evaluation(params, root, table, TrainerState(step, config.total_steps))
+            if table:
+                logger.completions(step, table, held_out=True)
+            check_best(config.checkpoint.best, metrics)
+            return metrics
 
         profiled = steps_here(config.logging.profile_steps, config.logging.profile_process)
         with Profiler(profiled, folder, stopwatch, logger.note) as profiler:
@@ -226,7 +234,8 @@ def train(
                 if saves or last:
                     hooks("on_checkpoint", step, log.newest, current)
                     with stopwatch("checkpoint"):
-                        _check_locks(locks)
+                        for lock in locks:
+                            lock.check()
                         host = {
                             **run.source.get_state(),
                             **log.counts,
@@ -259,20 +268,6 @@ def train(
     return Result(trained, [*earlier, *log.history], folder)
 
 
-def _evaluated(run: Run, params: Params, root, step: int, logger: Logger) -> Metrics:
-    """The metrics of the policy of `step` steps, or of its average, where it is evaluated."""
-    table: list[Row] = []
-    run.source.rest()  # rewards and environments are called by one thread at a time
-    if run.average is not None and run.config.average.evaluate:
-        params = run.average.of_model(params)
-    progress = TrainerState(step, run.config.total_steps)
-    metrics = run.evaluation(params, root, table, progress) if run.evaluation else {}
-    if table:
-        logger.completions(step, table, held_out=True)
-    check_best(run.config.checkpoint.best, metrics)
-    return metrics
-
-
 def _exported(
     run: Run, state: State, checkpoints: Checkpoints, log: StepLog, logger: Logger, locks: list[RunLock]
 ) -> Model:
@@ -286,7 +281,8 @@ def _exported(
         log.warn(checkpoints.warnings())
     trained, critic = finished_models(run, state)
     averaged = None if run.average is None else replace(trained, params=run.average.of_model(trained.params))
-    _check_locks(locks)
+    for lock in locks:
+        lock.check()
     export_run(folder, checkpoints.outcome, trained, critic, logger.note, averaged)
     checkpoints.exported = folder / "hf"
     with processes.all_or_none(), writing(folder):
@@ -370,11 +366,6 @@ def _lock(folder: Path, checkpoints: Any, stack: contextlib.ExitStack) -> list[R
             if is_remote(checkpoints) or not checkpoints.is_relative_to(folder.absolute()):
                 locks.append(stack.enter_context(RunLock(checkpoints, "checkpoint.folder")))
     return locks
-
-
-def _check_locks(locks: list[RunLock]) -> None:
-    for lock in locks:
-        lock.check()
 
 
 def _due(step: int, every: int) -> bool:

@@ -204,7 +204,7 @@ def set_run_folder(output_dir: str) -> None:
 
 
 def _value_of(flag: str, argv: Sequence[str]) -> str | None:
-    """The text of the first `--flag=TEXT` or `--flag TEXT`; None where there is none."""
+    """The text of the first `--flag=TEXT` or `--flag TEXT`, or None where there is none."""
     for index, argument in enumerate(argv):
         if argument.startswith(f"--{flag}="):
             return argument.partition("=")[2]
@@ -240,7 +240,7 @@ def positional(argv: Sequence[str], options: Sequence[Setting]) -> tuple[list[st
 
 
 def file_to_write(flag: str, text: str) -> Path | None:
-    """The file that a flag names for what a command finds out, None for an empty text.
+    """The file that a flag names for what a command finds out, or None for an empty text.
 
     Raises ConfigError, before the command's work is done, where it cannot be written.
     """

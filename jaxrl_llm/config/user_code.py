@@ -109,7 +109,7 @@ def error_text(error: BaseException) -> str:
 
 
 def user_line(error: BaseException) -> str | None:
-    """The innermost file:line of a traceback outside this package, Python and installed packages; None without one.
+    """The innermost file:line of a traceback outside this package, Python and installed packages, or None without one.
 
     The traceback of an error that came from another process is lost, so that its `user_line`, set there, goes first.
     """

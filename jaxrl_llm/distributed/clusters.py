@@ -14,16 +14,12 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import TransientError
 from jaxrl_llm.distributed.rendezvous import ProcessSpec
 
-VARIABLES = {
-    "coordinator": "JAXRL_COORDINATOR",
-    "count": "JAXRL_PROCESS_COUNT",
-    "index": "JAXRL_PROCESS_INDEX",
-}
+VARIABLES = {"coordinator": "JAXRL_COORDINATOR", "count": "JAXRL_PROCESS_COUNT", "index": "JAXRL_PROCESS_INDEX"}
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
 
 def process_spec(coordinator: str | None, count: int | None, index: int | None) -> ProcessSpec | None:
-    """The ProcessSpec of keys and variables, None without any; raises ConfigError when they are incomplete."""
+    """The ProcessSpec of keys and variables, or None without any; raises ConfigError when they are incomplete."""
     settings: dict[str, Any] = {"coordinator": coordinator, "count": count, "index": index}
     for name, variable in VARIABLES.items():
         text = os.environ.get(variable)
@@ -48,7 +44,7 @@ def process_spec(coordinator: str | None, count: int | None, index: int | None) 
 
 
 def described_cluster() -> str | None:
-    """The kind of cluster whose environment describes several processes, None when there is none."""
+    """The kind of cluster whose environment describes several processes, or None when there is none."""
     env = os.environ
     if all(name in env for name in SLURM) and int(env["SLURM_NTASKS"]) > 1:
         return "Slurm"
@@ -67,7 +63,7 @@ def described_cluster() -> str | None:
 
 
 def join_cluster(cluster: str, seconds: int, limits: dict[str, Any]) -> bool:
-    """Joins as the cluster describes; False when that is a run of one process."""
+    """Joins as the cluster describes, and returns False when that is a run of one process."""
 
     def exit_late() -> None:
         print(

@@ -95,7 +95,7 @@ def is_split() -> bool:
 
 
 def sampler() -> int | None:
-    """The number of this process, from 0, among those that only sample; None of any other."""
+    """The number of this process, from 0, among those that only sample, or None for any other."""
     return _roles[0] if _roles else None
 
 

@@ -171,7 +171,7 @@ def _is_closed(connection: socket.socket) -> bool:
 
 
 def _read_line(connection: socket.socket, deadline: float) -> Any:
-    """The next JSON line, None when none comes in time or the text is no JSON."""
+    """The next JSON line, or None when none comes in time or the text is no JSON."""
     text = b""
     while not text.endswith(b"\n") and len(text) < LINE:
         connection.settimeout(max(deadline - time.monotonic(), 0.01))

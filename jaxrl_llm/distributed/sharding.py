@@ -241,7 +241,7 @@ def parameter_spec(path: str, shape: tuple[int, ...], mesh) -> PartitionSpec:
 
 
 def mesh_like(mesh: Mesh, devices: np.ndarray) -> Mesh | None:
-    """The devices in a mesh on which a parameter has the shards that it has on `mesh`; None where they do not divide.
+    """The devices in a mesh on which a parameter has the shards that it has on `mesh`, or None if they do not divide.
 
     So shards of the one are copied to devices of the other as they are. Where shards differ, `jax.device_put` between
     meshes of different devices reads whole arrays into the host's memory.

@@ -77,7 +77,7 @@ class LogProbs(NamedTuple):
 
 
 class Critic(NamedTuple):
-    """PPO's value network, and its parameters in a state."""
+    """PPO's value network, and a function that gives its parameters in a state."""
 
     net: Net
     params: Callable[[State], Params]
@@ -179,8 +179,10 @@ class Learner:
             batch, of_pairs = _paired(batch, result.scores, group_size, spec.pairs, self.mesh)
             metrics |= of_pairs
         batch = self._with_distributions(batch, ref_logps, teacher, shown)
-        if spec.draws_seeds:
-            batch = batch.replace(seeds=_row_seeds(batch.rows, key, self.mesh))
+        if spec.draws_seeds:  # those of all rows, so that the number of processes changes none
+            first, group = int(jax.random.bits(jax.random.fold_in(key, ROW_SEEDS))), RowGroup.of(self.mesh)
+            seeds = np.random.default_rng([first, 0]).integers(2**32, size=batch.rows, dtype=np.uint32)
+            batch = batch.replace(seeds=rows_to_global(np.split(seeds, group.count)[group.index], self.mesh))
 
         metrics |= {**controllers.metrics(), **made}
         metrics |= over_processes(rollouts.logged, metrics)
@@ -197,8 +199,11 @@ class Learner:
         teacher: Teacher | ServedTeacher | None,
         shown: ContextRows | SpanRows | None,
     ) -> LogProbs:
-        """Step 4. The reference's are computed here for a KL in the reward or an adaptive coefficient; otherwise after
-        the replay, which exchanges rows."""
+        """Step 4: the log-probs that are known before the advantages.
+
+        The reference's are among them for a KL in the reward and for an adaptive coefficient; otherwise they are
+        computed after the replay, which exchanges rows.
+        """
         spec, rollout, rows, shards = self.spec, rollouts.rollout, self.batch.forward_rows, row_shards(self.mesh)
         old = rollout.sample_logps if spec.old_logps == "sampler" else None
         reference = values = norms = of_teacher = None
@@ -283,8 +288,8 @@ class Learner:
         teacher: Teacher | ServedTeacher | None,
         shown: ContextRows | SpanRows | None,
     ) -> Batch:
-        """The batch with its coefficients, and with what its loss compares with: the reference's log-probs, unless they
-        are known, or distributions, and the teacher's."""
+        """The batch with the coefficients of its loss, and with what the loss compares: the log-probs of the reference,
+        which are `ref_logps` where these are known, or its distributions; and the teacher's."""
         rows, ref_head = self.batch.forward_rows, None
 
         def inputs() -> Inputs:
@@ -383,7 +388,7 @@ class Learner:
     def weights_of_rows(self, environments: Sequence[str] | None) -> dict[str, Any]:
         """The fields of a batch that differ by the environments of rows `[N]`: `kl_weight` and `loss_weight`.
 
-        Neither where all rows have the same; no `kl_weight` where the loss has no KL term.
+        A field is left out where all rows have the same weight, and `kl_weight` where the loss has no KL term.
         """
         by_field = {"kl_weight": self.spec.kl_weights if self.kl_in_loss else {}, "loss_weight": self.spec.loss_weights}
         fields = {}
@@ -427,10 +432,3 @@ def names_of_environments(environments: Sequence[str] | None) -> Sequence[str]:
             "say their environments: leave it out until these are learned from (rollout.staleness steps)"
         )
     return environments
-
-
-def _row_seeds(rows: int, key, mesh: Mesh) -> jax.Array:
-    """A seed `[N]` for each row of all processes, the same however many processes there are."""
-    first, group = int(jax.random.bits(jax.random.fold_in(key, ROW_SEEDS))), RowGroup.of(mesh)
-    seeds = np.random.default_rng([first, 0]).integers(2**32, size=rows, dtype=np.uint32)
-    return rows_to_global(np.split(seeds, group.count)[group.index], mesh)

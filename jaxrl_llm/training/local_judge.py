@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import closest
-from jaxrl_llm.config.schema import sampling_option
+from jaxrl_llm.config.schema import SAMPLING_OPTIONS, sampling_option
 from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.detokenize import Detokenizer
@@ -45,24 +45,9 @@ Loaded = dict[Any, tuple[Model, Mesh]]  # by path and settings
 
 DEFAULT_LENGTH = 4096  # as of `jaxrl_llm serve`
 # The judge's `parameters`, by the names that servers have for them.
-SAMPLING = (
-    sampling_option("temperature", 0.0),
-    sampling_option("top_p", 1.0),
-    sampling_option("top_k", 0),
-    sampling_option("min_p", 0.0),
-    sampling_option("repetition_penalty", 1.0),
-    sampling_option("frequency_penalty", 0.0),
-    sampling_option("presence_penalty", 0.0),
-    sampling_option("min_tokens", 0),
-)
-PARAMETERS = {
-    setting.name: setting
-    for setting in (
-        *SAMPLING,
-        Setting("max_tokens", None, "", int, minimum=1),
-        Setting("seed", 0, "", int, minimum=0),
-    )
-}
+SAMPLING = tuple(sampling_option(name, getattr(SamplingParams().greedy, name)) for name in SAMPLING_OPTIONS)
+OTHERS = (Setting("max_tokens", None, "", int, minimum=1), Setting("seed", 0, "", int, minimum=0))
+PARAMETERS = {setting.name: setting for setting in (*SAMPLING, *OTHERS)}
 LIMITS = (Setting("rows", 32, "", int, minimum=1), Setting("max_length", None, "", int, minimum=2))
 
 

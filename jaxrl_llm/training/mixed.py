@@ -47,7 +47,7 @@ class MixedSource:
         return self.online.get_arrays()
 
     def restorable(self) -> dict[str, Any]:
-        """The trees of arrays, by name, that `set_state` restores; None for one of any shape."""
+        """The trees of arrays, by name, that `set_state` restores, with None for one of any shape."""
         return self.online.restorable()
 
     def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:

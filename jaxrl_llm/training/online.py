@@ -199,7 +199,7 @@ class OnlineSource:
         return arrays | pipeline.get_arrays()
 
     def restorable(self) -> dict[str, Any]:
-        """The trees of arrays, by name, that `set_state` restores; None for one of any shape."""
+        """The trees of arrays, by name, that `set_state` restores, with None for one of any shape."""
         learner, producer = self.learner, self.producer
         trees = learner.get_arrays() | ({} if learner.reference is None else learner.reference.tree()) | {"queue": None}
         trees |= {} if producer.partial is None else {"partial": None}

@@ -225,14 +225,7 @@ class ProcessRewardModel(RewardModel):
         aggregation: str = "min",
         labels: tuple[str, str] | None = None,
         turns: bool = False,
-        max_length: int | None = None,
-        rows: int = 32,
-        dtype: str = "auto",
-        name: str | None = None,
-        offload: bool = False,
-        tokenizer: Any = None,
-        chat_template: str | None = None,
-        trust_remote_code: bool = False,
+        **options: Any,
     ):
         if aggregation not in AGGREGATIONS:
             raise ConfigError(
@@ -249,9 +242,9 @@ class ProcessRewardModel(RewardModel):
             self.head = "lm"
         elif turns:
             raise ConfigError(f"{self.prefix}{path}: turns is true, but labels is None: set labels=('+', '-')")
-        super().__init__(
-            path, max_length, rows, False, dtype, name, offload, tokenizer, chat_template, trust_remote_code
-        )
+        if "add_eos" in options:  # steps have ends of their own
+            raise TypeError("unexpected keyword argument 'add_eos'")
+        super().__init__(path, **options)
         self.labels, self.turns = labels, turns
         if labels is None:
             self._program = functools.partial(right_rows, right_label(self.model.hf_config or {}, self.name))
@@ -352,9 +345,9 @@ KINDS: tuple[type[RewardModel], ...] = (RewardModel, ProcessRewardModel)
 def with_reward_models(specs: Any) -> Any:
     """The reward specifications (one, or nested lists of them) with a grader of `KINDS` for each reward model.
 
-    That is `model:<path>` or `prm:<path>`, with options in brackets, `model:runs/reward_model/hf(add_eos=True,
-    max_length=512)`; a bare hub id, `owner/name`, or folder with a config.json, as in TRL; or a Model in memory. Raises
-    ConfigError for a path without a reward model.
+    A reward model is named `model:<path>` or `prm:<path>`, with options in brackets, `model:runs/reward_model/hf(
+    add_eos=True, max_length=512)`; as in TRL, by a bare hub id, `owner/name`, or a folder with a config.json; or it is
+    a Model in memory. Raises ConfigError for a path without a reward model.
     """
     if isinstance(specs, Model):
         return next((kind for kind in KINDS if kind.head == specs.net.config.head), RewardModel)(specs)
@@ -380,7 +373,7 @@ def with_reward_models(specs: Any) -> Any:
 
 
 def path_and_options(spec: str) -> tuple[type[RewardModel], str, dict[str, Any]] | None:
-    """The kind, the path and the options of the reward model that a reward names; None for another reward."""
+    """The kind, the path and the options of the reward model that a reward names, or None for another reward."""
     named = next((kind for kind in KINDS if spec.startswith(kind.prefix)), None)
     path, options = split_options(spec.removeprefix("" if named is None else named.prefix))
     return (named or RewardModel, path, options) if named is not None or _is_bare_path(path) else None

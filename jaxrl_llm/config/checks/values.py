@@ -18,7 +18,7 @@ looks = ContextVar("looks", default=False)
 
 
 def own_function(setting: str, name: str) -> Any:
-    """The user's own function that a setting names; None for another name, and in a look at the configuration."""
+    """The user's own function that a setting names, or None for another name and in a look at the configuration."""
     if not is_own(name) or looks.get():
         return None
     try:
@@ -137,7 +137,7 @@ def reference_adapters(config: ConfigDict) -> str:
 
 
 def how_quantized(config: ConfigDict) -> str:
-    """The setting that stores matrices, of experts at least, in fewer bits, with its value; empty without one."""
+    """The setting that stores matrices, of experts at least, in fewer bits, with its value, or an empty text."""
     for name, unset in (("quantize", ("none",)), ("quantize_experts", ("none", "same"))):
         if (value := config.model[name]) not in unset:
             return f"model.{name} = {value!r}"

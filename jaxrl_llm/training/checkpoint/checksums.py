@@ -43,7 +43,7 @@ def write_own_hashes(part: Path, process: int) -> None:
 
 
 def damage(folder: Path, process: int = 0, processes: int = 1) -> str | None:
-    """The first fault of the checkpoint in `folder`, None when every file is as it was saved.
+    """The first fault of the checkpoint in `folder`, or None when every file is as it was saved.
 
     Every `processes`-th file is read, from number `process` on: processes share the work.
     """

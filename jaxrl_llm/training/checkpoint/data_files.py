@@ -39,7 +39,7 @@ def checksums(sources: Iterable[DataSource]) -> dict[str, str]:
 
 
 def edited(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """A line on the files whose checksums differ from those `before`, none where there are none."""
+    """A line on the files whose checksums differ from those `before`, or no line where none does."""
     names = [name for name in now if before.get(name, now[name]) != now[name]]
     if not names:
         return []

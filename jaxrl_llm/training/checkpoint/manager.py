@@ -9,12 +9,13 @@ Before a checkpoint becomes final the hashes of its files are written beside the
 is used: one that is torn or has changed is named, and the one before it is used.
 """
 
+import contextlib
 import errno
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def damage(self, step: int) -> str | None:
-        """The first fault of a step's files, None when they are as they were saved; all processes agree.
+        """The first fault of a step's files, or None when they are as they were saved; all processes agree.
 
         Object stores (gs://, s3://) check what they send themselves; nothing is compared there.
         """
@@ -149,7 +150,7 @@ class Checkpoints:
         return fault or (f"process {bad[0]} cannot read all of it, see its message" if len(bad) else None)
 
     def newest_intact(self) -> tuple[int | None, list[str]]:
-        """The newest step whose files are as they were saved, None without steps; and the faults of later steps.
+        """The newest step whose files are as they were saved, or None without steps, and the faults of later steps.
 
         Raises ConfigError when there are steps and none is intact.
         """
@@ -283,15 +284,10 @@ class Checkpoints:
         """
         tree = in_memory_of(vars(like), mesh)
         self._check_arrays(step, tree, self._shapes(step))
-        try:
-            restored = self._manager.restore(
-                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(tree), host=ocp.args.JsonRestore())
-            )
-        except (ValueError, KeyError, OSError) as error:
-            raise ConfigError(
-                f"checkpoint {self.folder / str(step)} cannot be restored: {error}\nIf it is damaged, delete that "
-                "folder; or use another output_dir or checkpoint.resume=never."
-            ) from error
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(tree), host=ocp.args.JsonRestore())
+        way_out = "If it is damaged, delete that folder; or use another output_dir or checkpoint.resume=never."
+        with _reading(f"checkpoint {self.folder / str(step)} cannot be restored", way_out):
+            restored = self._manager.restore(step, args=args)
         return State(**restored["state"]), restored["host"]
 
     def restore_best(self, state: State, mesh: Mesh, note: Callable[[str], None]) -> State:
@@ -325,34 +321,28 @@ class Checkpoints:
         return {name for name in ARRAYS if (self.folder / str(step) / name).is_dir()}
 
     def restore_arrays(self, step: int, like: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
-        """Those of the trees `like`, by name, that the step holds, sharded over `mesh`.
+        """The trees of `like` that the step holds, by name, sharded over `mesh`.
 
         None in place of a tree takes the one that was saved. Raises ConfigError when one cannot be read or has other
         shapes.
         """
-        held = self.trees(step)
-        named = {name: tree for name, tree in like.items() if name in held}
+        held, name = self.trees(step), self.folder / str(step)
+        named = {part: tree for part, tree in like.items() if part in held}
         if not named:
             return {}
         other = "Go on with the settings of algorithm and rollout that the run had, or use checkpoint.resume=never"
-        for name, tree in named.items():
-            if tree and (found := difference(self._shapes(step, name), tree)):
+        for part, tree in named.items():
+            if tree and (found := difference(self._shapes(step, part), tree)):
                 raise ConfigError(
-                    f"the {name} of checkpoint {self.folder / str(step)} has other arrays than this run's: {found[1]}. "
-                    + other
+                    f"the {part} of checkpoint {name} has other arrays than this run's: {found[1]}. {other}"
                 )
         items = {
-            name: ocp.args.StandardRestore(tree and over(jax.eval_shape(lambda tree=tree: tree), mesh))
-            for name, tree in named.items()
+            part: ocp.args.StandardRestore(tree and over(jax.eval_shape(lambda tree=tree: tree), mesh))
+            for part, tree in named.items()
         }
-        try:
+        with _reading(f"the {' and the '.join(named)} of checkpoint {name} cannot be restored", other):
             restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-        except (ValueError, KeyError, OSError) as error:
-            raise ConfigError(
-                f"the {' and the '.join(named)} of checkpoint {self.folder / str(step)} cannot be restored: {error}\n"
-                + other
-            ) from error
-        return {name: restored[name] for name in named}
+        return {part: restored[part] for part in named}
 
     def restore_params(self, step: int, shapes: Params, mesh: Mesh, critic: bool = False) -> Params:
         """The parameters of a step alone, or of its `critic`, sharded over `mesh`; nothing else of the state is read.
@@ -364,7 +354,7 @@ class Checkpoints:
         return held["params"]
 
     def restore_models(self, step: int, like: State, mesh: Mesh) -> tuple[Params, Params | None]:
-        """The trained parameters of a step, and those of its critic (None without one), as `restore` gives them.
+        """The trained parameters of a step, and those of its critic, or None without one, as `restore` gives them.
 
         A critic is left where `like` has none, see `warnings`. Raises ConfigError when the checkpoint cannot be read or
         holds others than those of `like`.
@@ -385,13 +375,10 @@ class Checkpoints:
             )
         shapes = {key: x if key == "params" else {"params": x["params"]} for key, x in held.items() if key in tree}
         self._check_arrays(step, tree, shapes)
-        arguments = ocp.checkpoint_utils.construct_restore_args(tree)
-        try:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-                args = ocp.args.PyTreeRestore(tree, arguments, partial_restore=True)
-                return reader.restore(name / "state", args=args)
-        except (ValueError, KeyError, OSError) as error:
-            raise ConfigError(f"the parameters of checkpoint {name} cannot be read: {error}") from error
+        args = ocp.args.PyTreeRestore(tree, ocp.checkpoint_utils.construct_restore_args(tree), partial_restore=True)
+        unreadable = _reading(f"the parameters of checkpoint {name} cannot be read")
+        with unreadable, ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            return reader.restore(name / "state", args=args)
 
     def _check_arrays(self, step: int, tree: dict[str, Any], shapes: dict[str, Any]) -> None:
         """Raises ConfigError where the arrays of a step, of these shapes, are not those of `tree`: Orbax lists two
@@ -414,10 +401,8 @@ class Checkpoints:
     def _shapes(self, step: int, part: str = "state") -> dict[str, Any]:
         """The shapes of the state of a step, or of another tree that it holds, in their tree."""
         name = self.folder / str(step)
-        try:
+        with _reading(f"checkpoint {name} cannot be read"):
             tree: Any = ocp.PyTreeCheckpointHandler().metadata(epath.Path(name / part)).tree
-        except (ValueError, KeyError, OSError) as error:
-            raise ConfigError(f"checkpoint {name} cannot be read: {error}") from error
         return tree
 
 
@@ -442,6 +427,15 @@ def find(path: str | Path) -> tuple[Checkpoints, int, list[str]]:
         return checkpoints, step, problems
     checkpoints.check(step)
     return checkpoints, step, []
+
+
+@contextlib.contextmanager
+def _reading(problem: str, way_out: str = "") -> Iterator[None]:
+    """Raises ConfigError, with the problem, its cause and a way out, for files that Orbax cannot read."""
+    try:
+        yield
+    except (ValueError, KeyError, OSError) as error:
+        raise ConfigError("\n".join(filter(None, (f"{problem}: {error}", way_out)))) from error
 
 
 def _words(error: Exception) -> str:

@@ -134,7 +134,7 @@ def write_given(folder: Path, words: Mapping[str, str]) -> None:
 
 
 def given_to(run: Path) -> dict[str, str]:
-    """The content of given.json in the folder of a run, empty where there is none; raises ConfigError for no JSON."""
+    """The content of given.json in a run's folder, or nothing without that file; raises ConfigError for no JSON."""
     return read_json(run / GIVEN) or {}
 
 

@@ -40,7 +40,7 @@ Changes = dict[str, tuple[Any, Any]]  # by key, the former value and the present
 
 
 def changed_settings(folder: Path, config: ConfigDict) -> Changes:
-    """The settings in `config` that differ from those in the folder's config.json, none where that cannot be read."""
+    """The settings in `config` that differ from those in the folder's config.json, or none if that cannot be read."""
     try:
         former = _recorded(folder)
     except ConfigError:  # it is no part of the run's state, which goes on without it; `start_record` tells of it
@@ -125,7 +125,7 @@ def check_frozen(folder: Any, config: ConfigDict, names: tuple[str, ...], accept
 
 
 def start_record(folder: Path, config: ConfigDict, changes: Changes, step: int | None) -> list[str]:
-    """Writes config.json, and returns a line for each of `changes` after `step`; None: the run starts.
+    """Writes config.json, and returns a line for each of `changes` after `step`, which is None where the run starts.
 
     With changes the former config.json goes to config_history/. A line tells where that one cannot be read.
     """

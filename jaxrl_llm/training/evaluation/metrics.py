@@ -100,23 +100,24 @@ def prompt_results(
     weights: np.ndarray,
     counts: Sequence[int],
     correct_at: float,
-    answers: Answers,
+    answers: Sequence[Answers],
     sources: Sequence[Any],
-    numbers: Sequence[Numbers] = (),
+    numbers: Sequence[Numbers],
 ) -> list[PromptResult]:
     """The result of each prompt, whose `counts` completions are adjacent rows.
 
-    `rewards [N, F]` (nan where one does not apply), `answers` and `numbers` are of the completions, `sources` of the
-    prompts. A completion is correct when its first reward is at least `correct_at`; a prompt to whose completions it
-    never applies has no accuracy.
+    `rewards [N, F]` (nan where one does not apply), `answers`, in parts, and `numbers` are of the completions,
+    `sources` of the prompts. Where the answers of one part are not known, none are. A completion is correct when its
+    first reward is at least `correct_at`; a prompt to whose completions it never applies has no accuracy.
     """
     combined = np.asarray(combine_rewards(rewards, weights))
+    known = None if None in answers else [answer for part in answers for answer in part or ()]
     correct, ends = rewards[:, 0] >= correct_at, np.cumsum(counts)
     return [
         PromptResult(
             combined[end - count : end],
             correct[end - count : end],
-            None if answers is None else answers[end - count : end],
+            None if known is None else known[end - count : end],
             None if source is None else str(source),
             not np.isnan(rewards[end - count : end, 0]).all(),
             numbers[end - count : end],

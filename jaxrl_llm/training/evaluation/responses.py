@@ -105,8 +105,7 @@ def grade(
         own_rewards, answers, numbers, logged = _graded(rewards, own, metrics, tokenizer, state)
     by_process = gather([own_rewards.tolist(), answers, numbers])
     all_rewards = np.array([row for rows, _, _ in by_process for row in rows], np.float32)
-    known = all(answers is not None for _, answers, _ in by_process)
-    all_answers = [answer for _, answers, _ in by_process for answer in answers] if known else None
+    all_answers = [batch for _, answers, _ in by_process for batch in answers]
     all_numbers = [row for _, _, rows in by_process for row in rows]
     counts, row_sources = [len(row.responses) for row in stored], [row.columns.get(SOURCE) for row in stored]
     results = prompt_results(
@@ -121,8 +120,9 @@ def grade(
 
 def _graded(
     rewards: Rewards, stored: Sequence[StoredResponses], metrics: EvalMetrics, tokenizer: Any, state: TrainerState
-) -> tuple[np.ndarray, list[str | None] | None, list[Numbers], Logged]:
-    """The rewards `[N, F]` of all responses, their answers (None: not known), their numbers, and what is logged."""
+) -> tuple[np.ndarray, list[list[str | None] | None], list[Numbers], Logged]:
+    """The rewards `[N, F]` of all responses, their answers by batch (None: not known), their numbers, and what is
+    logged."""
     starts = np.cumsum([0, *(len(row.responses) for row in stored)])
     by_start = itertools.groupby(enumerate(stored), lambda numbered: starts[numbered[0]] // ROWS_AT_ONCE)
     by_batch: list[np.ndarray] = [np.zeros((0, len(rewards.names)), np.float32)]
@@ -141,10 +141,7 @@ def _graded(
         own, rest = by_row(rewards.names, graded.rewards, graded.logged)
         numbers, logged = numbers + own, add_logs(logged, rest)
         answers.append(metrics.answers_of(completions, rewards.names[0], graded.logged))
-    known = [batch for batch in answers if batch is not None]
-    all_known = len(known) == len(answers)
-    all_answers = [answer for batch in known for answer in batch] if all_known else None
-    return np.concatenate(by_batch), all_answers, numbers, logged
+    return np.concatenate(by_batch), answers, numbers, logged
 
 
 def tokenizer_for(path: str, trust_remote_code: bool, rewards: Rewards) -> Any:

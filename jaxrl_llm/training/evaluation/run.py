@@ -162,15 +162,13 @@ class Evaluation:
                     own_completions = out.completions[: own * group_size]
                     own_answers = self.metrics.answers_of(own_completions, sampler.rewards.names[0], out.logged)
             by_group = group.gather([own_answers, own_numbers])
-            known = all(share is not None for share, _ in by_group)
-            answers.append([answer for share, _ in by_group for answer in share] if known else None)
+            answers += [share for share, _ in by_group]
             numbers += [row for _, share in by_group for row in share]
         rewards, lengths, ended = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
-        all_answers = None if None in answers else [answer for batch in answers for answer in batch]
         counts = [group_size] * len(self.examples)
         sources = [example.get(SOURCE) for example in self.examples]
-        weights = sampler.rewards.weights
-        results = prompt_results(rewards, weights, counts, self.metrics.correct_at, all_answers, sources, numbers)
+        weights, correct_at = sampler.rewards.weights, self.metrics.correct_at
+        results = prompt_results(rewards, weights, counts, correct_at, answers, sources, numbers)
         return Samples(results, lengths, ended, logged)
 
 

@@ -80,11 +80,7 @@ class Logger:
     """
 
     def __init__(
-        self,
-        spec: LoggingSpec,
-        output_dir: str | Path,
-        resume_step: int | None = None,
-        console: Console | None = None,
+        self, spec: LoggingSpec, output_dir: str | Path, resume_step: int | None = None, console: Console | None = None
     ):
         self.spec = spec
         self.folder = Path(output_dir)

@@ -21,7 +21,7 @@ STARTS = "starts.json"
 
 
 def write_start(folder: Path, step: int | None) -> None:
-    """Adds this start, after `step`, to starts.json in the folder of a run; None: the run starts, and so does the file.
+    """Adds this start, after `step`, to starts.json in the folder of a run; None starts the run, and the file.
 
     Each has time (ISO 8601, with the offset to UTC), step, host, devices, folder (from which relative paths count),
     command, commit (None outside of a git repository) and versions. A line of the command shows no password of an
@@ -51,7 +51,7 @@ def write_start(folder: Path, step: int | None) -> None:
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """The starts of the run in the folder, oldest first; none where the file is not there.
+    """The starts of the run in the folder, oldest first, or none where the file is not there.
 
     Raises ConfigError when it is not a list of JSON objects.
     """

@@ -160,7 +160,7 @@ class StepLog:
 
     @property
     def newest(self) -> Metrics:
-        """The metrics of the step that was logged last, empty before the first."""
+        """The metrics of the step that was logged last, or none before the first."""
         return self.history[-1] if self.history else {}
 
     def warn(self, lines: Iterable[str]) -> None:

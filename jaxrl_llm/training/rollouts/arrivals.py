@@ -155,7 +155,7 @@ class Arrivals:
         return time.monotonic() - self._began >= self._max_wait
 
     def _newest(self, always: bool = False) -> Params | None:
-        """The policy that comes to this question; None where it is that of before, unless it is `always` wanted."""
+        """The policy that comes to this question, or None where it is that of before, unless it is `always` wanted."""
         asked, self._asked = self._asked, self._asked + 1
         if not self.in_flight:
             return None

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxrl_llm.algorithms.turn_advantages import state_key
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.http_client import HttpClient
+from jaxrl_llm.config.http_client import HttpClient, json_headers
 from jaxrl_llm.data.images import ImageLimits, data_url, read_image
 from jaxrl_llm.data.templates import template_options
 from jaxrl_llm.environments.episode import Episode
@@ -52,8 +52,8 @@ class EpisodeAgent:
         episode = self.environments.acquire(task)
 
         def post(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-            headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
-            return json.loads(self.client.post(url, json.dumps(body).encode(), headers, timeout, LARGEST).data)
+            content = json.dumps(body).encode()
+            return json.loads(self.client.post(url, content, json_headers(api_key), timeout, LARGEST).data)
 
         def called(method: str, call: Callable[[], Any]) -> Any:
             result = self.environments.pool.call(call)

@@ -247,7 +247,7 @@ class HeartbeatReader:
         self._changed, self.seen = time.monotonic(), False
 
     def look(self) -> bool:
-        """Read the file; False where it has not changed for too long."""
+        """Read the file, and return False where it has not changed for too long."""
         facts, now = read_facts(self._path), time.monotonic()
         if facts and facts != self.facts:
             self.facts, self._changed, self.seen = facts, now, True

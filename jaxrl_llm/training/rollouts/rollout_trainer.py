@@ -24,12 +24,7 @@ class RolloutTrainer:
     """
 
     def __init__(
-        self,
-        generate: Generate,
-        tokenizer: Any,
-        settings: Mapping[str, Any],
-        state: Any,
-        save: Callable[..., Any],
+        self, generate: Generate, tokenizer: Any, settings: Mapping[str, Any], state: Any, save: Callable[..., Any]
     ):
         self._generate, self._save = generate, save
         self.processing_class = tokenizer

@@ -144,7 +144,7 @@ def _check_settings(own: dict[str, Any], start: dict[str, Any], rendezvous: Rend
 
 
 def _job(folder: Path, index: int, samplers: int, newest: int) -> tuple[Path, int] | None:
-    """The policy's file and the step of this process's next batch, None where the learners ask for none."""
+    """The policy's file and the step of this process's next batch, or None where the learners ask for none."""
     jobs = read_facts(folder / JOBS)
     asked = []
     for name in jobs.get("policies", []):

@@ -79,8 +79,8 @@ class RolloutWorker:
         """The completions of every example of this process, rows of a prompt adjacent.
 
         Row i of all processes draws its random numbers from `fold_in(key, first_row + i)`. Rows that are `sampled` are
-        graded alone. Of the examples those behind the first `counted` fill up the batch: they are sampled, and get no
-        reward (NaN).
+        graded alone. Examples behind the first `counted` only fill up the batch: they are sampled, and get no reward
+        (NaN).
         """
         group_size, group = self.engine.group_size, RowGroup.of(self.mesh)
         with self.stopwatch("rollout"), turn():
@@ -200,8 +200,8 @@ class RolloutWorker:
         episodes: EpisodeBatch | None,
         streaming: StreamingRewards | None,
     ) -> "_Made":
-        """The rows of the prompts that were `opened`, by agents, a function or the engine, which hands finished ones to
-        `streaming` and asks `episodes`; or those that are `sampled` already.
+        """The rows that agents, a function or the engine samples behind the prompts that were `opened`, or those that
+        are `sampled` already. The engine hands finished rows to `streaming`, and asks `episodes` for their next turns.
 
         Raises ConfigError for images that agents or a function would lose.
         """

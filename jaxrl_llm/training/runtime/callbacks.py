@@ -1,4 +1,4 @@
-"""User callbacks, which see a run as it goes and may end, save or evaluate it: `Callback`, and `early_stopping`.
+"""User callbacks, which see a run as it goes and may end, save or evaluate it: `Callback`, and `EarlyStopping`.
 
 Before the first step comes `on_begin`. One step, with everything due: `on_step_begin`, the update, `on_step`, the
 evaluation, `on_evaluate`, `on_checkpoint`, the save, `on_save`. After the last step the model is exported, and `on_end`
@@ -61,9 +61,20 @@ class Callback(Protocol):
 
 
 class EarlyStopping:
-    """A callback that ends a run whose metric stops improving; see `early_stopping`."""
+    """A callback that ends the run once `metric` was `patience` times in a row no better than its best value so far.
 
-    def __init__(self, metric: str, patience: int, min_delta: float, mode: str):
+    Better is greater (mode "max") or smaller ("min") by more than `min_delta`; a value that is not a number is not.
+    A metric `eval/...` is read after every evaluation, the one before training too; any other after every step.
+    Raises ConfigError for a patience below 1, a negative min_delta or another mode, and, at the first reading, when
+    there is no such metric; later readings without it count for nothing.
+    """
+
+    def __init__(self, metric: str, patience: int = 3, min_delta: float = 0.0, mode: str = "max"):
+        if patience < 1 or min_delta < 0 or mode not in ("max", "min"):
+            raise ConfigError(
+                f"early_stopping has patience {patience}, min_delta {min_delta} and mode {mode!r}; patience is 1 or "
+                "more, min_delta 0 or more, and the mode max or min"
+            )
         self.metric, self.patience, self.min_delta, self.mode = metric, patience, min_delta, mode
         self.best: float | None = None
         self.waited = 0  # values in a row that did not improve on the best
@@ -98,23 +109,7 @@ class EarlyStopping:
         self.best, self.waited = state["best"], state["waited"]
 
 
-def early_stopping(metric: str, patience: int = 3, min_delta: float = 0.0, mode: str = "max") -> EarlyStopping:
-    """A callback that ends the run once `metric` was `patience` times in a row no better than its best value so far.
-
-    Better is greater (mode "max") or smaller ("min") by more than `min_delta`; a value that is not a number is not.
-    A metric `eval/...` is read after every evaluation, the one before training too; any other after every step.
-    Raises ConfigError for a patience below 1, a negative min_delta or another mode, and, at the first reading, when
-    there is no such metric; later readings without it count for nothing.
-    """
-    if patience < 1 or min_delta < 0 or mode not in ("max", "min"):
-        raise ConfigError(
-            f"early_stopping has patience {patience}, min_delta {min_delta} and mode {mode!r}; patience is 1 or more, "
-            "min_delta 0 or more, and the mode max or min"
-        )
-    return EarlyStopping(metric, patience, min_delta, mode)
-
-
-BUILT_IN = {"early_stopping": early_stopping}
+BUILT_IN = {"early_stopping": EarlyStopping}
 
 
 class Callbacks:

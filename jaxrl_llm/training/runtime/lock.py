@@ -82,7 +82,7 @@ class RunLock:
         return json.dumps({**self._own, "beat": f"{self._beats:012d}"}) + "\n"
 
     def _create(self) -> bool:
-        """Makes the file of the lock; False where there is one."""
+        """Makes the file of the lock, and returns False where there is one."""
         text = self._text()
         if is_remote(self.folder):
             if self.path.exists():
@@ -183,7 +183,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _start_of(pid: int) -> str | None:
-    """The start of a process in clock ticks since the machine's, "" where that is not known, None without a process."""
+    """The start of a process in clock ticks since the machine's, or "" if that is not known, or None without one."""
     if not Path("/proc/self/stat").is_file():
         try:
             os.kill(pid, 0)
@@ -209,7 +209,7 @@ def _holder(text: str | None) -> dict[str, Any]:
 
 
 def _is_alive(holder: dict[str, Any]) -> bool | None:
-    """True while the process of a lock runs; None where this process cannot know."""
+    """True while the process of a lock runs, or None where this process cannot know."""
     own = _this_process()
     if any(holder.get(name) != own[name] for name in ("host", "boot", "namespace")):
         return None

@@ -16,7 +16,7 @@ TABLE = "phases.txt"
 
 
 class Profiler:
-    """A context manager that profiles the first and the last of `steps`, and those between; None: nothing.
+    """A context manager that profiles the first and the last of `steps` and those between, or nothing if it is None.
 
     Call `begin` and `end` around each step. After the last one `folder/profile` has the trace, which XProf
     (TensorBoard's profile plugin) opens, and phases.txt, which is also given to `show`.
@@ -60,7 +60,7 @@ class Profiler:
 
 
 def steps_here(text: str | None, process: int) -> tuple[int, int] | None:
-    """The steps of `profiled_steps` that this process profiles, None where it is not that `process`.
+    """The steps of `profiled_steps` that this process profiles, or None where it is not that `process`.
 
     Raises ConfigError for steps that cannot be read, and for a process that the run does not have.
     """
@@ -71,7 +71,7 @@ def steps_here(text: str | None, process: int) -> tuple[int, int] | None:
 
 
 def profiled_steps(text: str | None) -> tuple[int, int] | None:
-    """The first and the last step of a text such as `3-5` or `4`, None for None; raises ConfigError for others."""
+    """The first and the last step of a text such as `3-5` or `4`, or None for None; raises ConfigError for others."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())

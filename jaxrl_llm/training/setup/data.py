@@ -196,5 +196,5 @@ def check_vocabulary(config, tokenizer: Any, model: Model | None) -> None:
 
 
 def _kept_as(rows: Any) -> str | None:
-    """The name by which `datasets` keeps rows: the same for the same rows of the same source; None for other rows."""
+    """The name by which `datasets` keeps rows, the same for the same rows of the same source; None for other rows."""
     return getattr(rows, "_fingerprint", None)

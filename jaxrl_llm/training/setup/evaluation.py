@@ -75,7 +75,7 @@ def eval_data(config, tokenizer: Any, rows: Any = None) -> list[tuple[NamedSet, 
 
 
 def open_eval(config, tokenizer: Any, named: NamedSet, trained_on: Iterable[bytes]) -> list[DataSource]:
-    """All rows of a set, by source; none where `opening.open_sources` finds nothing to evaluate on.
+    """All rows of a set, by source, or none where `opening.open_sources` finds nothing to evaluate on.
 
     `trained_on` are the digests of rows that data.deduplicate leaves out.
     """
@@ -154,7 +154,7 @@ def build_evaluate(
 
 
 def kept_prompts(config, tokenizer: Any, eval_dataset: Any) -> list[bool]:
-    """For each prompt of each set, whether it is sampled; False for those that `data.overlong` leaves out."""
+    """For each prompt of each set, True where it is sampled, and False where `data.overlong` leaves it out."""
     spec = specs.data_spec(config)
     return [
         row is not None
@@ -202,14 +202,6 @@ def _sampled_evaluations(
     # Sets with as many samples share a sampler, and its compiled program.
     sampled = {count: sampler(sampling, count, prompts) for count, prompts in at_once.items()}
     return [
-        Evaluation(
-            sampled[named.samples],
-            greedy,
-            examples,
-            at_once[named.samples],
-            metrics,
-            named.name,
-            compute,
-        )
+        Evaluation(sampled[named.samples], greedy, examples, at_once[named.samples], metrics, named.name, compute)
         for (named, _), examples in zip(sets, rows, strict=True)
     ]

@@ -44,26 +44,16 @@ NEED_ALL_ROWS = (
     "num_epochs", "eval.fraction", "data.precompute_reference", "data.group_by_length", "data.deduplicate",
     "data.curriculum_easy", "data.curriculum_hard",
 )  # fmt: skip
+# Fields that become settings of `lora`, with PEFT's defaults.
 LORA_FIELDS = {
-    "r": 8,
-    "lora_alpha": 8,
-    "lora_dropout": 0.0,
-    "target_modules": None,
-    "target_parameters": None,
-    "use_rslora": False,
-    "use_dora": False,
-    "init_lora_weights": True,
-    "modules_to_save": None,
-    "layers_to_transform": None,
-    "layers_pattern": None,
-    "exclude_modules": None,
-    "rank_pattern": None,
-    "alpha_pattern": None,
-}
+    "r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "use_rslora": False, "use_dora": False, "init_lora_weights": True,
+    **dict.fromkeys(("target_modules", "target_parameters", "modules_to_save", "layers_to_transform", "layers_pattern",
+                     "exclude_modules", "rank_pattern", "alpha_pattern")),
+}  # fmt: skip
 
 
 class Given(NamedTuple):
-    """The arguments of `train` that take the place of names in its configuration, None where the name stands."""
+    """The arguments of `train` that take the place of names in its configuration, each None where the name stands."""
 
     train_dataset: Any = None
     eval_dataset: Any = None
@@ -266,7 +256,7 @@ def _reward(spec: Any) -> Any:
 
 
 def _optimizers(optimizers: Any) -> tuple[Any, Any]:
-    """The optimizer and the schedule, None where there is none."""
+    """The optimizer and the schedule, each None where there is none."""
     pair = optimizers
     if optimizers is None:
         return None, None

@@ -44,7 +44,7 @@ def device_memory(mesh: Mesh) -> float:
 
 def check_memory(config, model: Model, engine: Engine, width: int, mesh: Mesh, shares: int) -> None:
     """Raises ConfigError where one row's keys and values, or the tokens of all rows, exceed the memory of `mesh`, which
-    has one of so many equal `shares` of them.
+    has one of `shares` equal shares of the rows.
 
     A bound from below, by far: it is for lengths that can be nothing but mistakes.
     """
@@ -67,7 +67,7 @@ def microbatch_room(
     critic_optimizer: optax.GradientTransformation | None,
     mesh: Mesh,
 ) -> float | None:
-    """Bytes that a run leaves free on each device, for micro-batches; None where devices do not tell, as CPUs.
+    """Bytes that a run leaves free on each device, for micro-batches, or None where devices do not tell, as CPUs.
 
     What is left beside parameters, gradients and where they are taken, the states of the optimizers, a reference that
     is a copy, and an average. Teachers and reward models are not counted: a micro-batch takes no more than a share of
@@ -103,7 +103,7 @@ def gradient_bytes(params: Any) -> int:
 
 
 def update_bytes(config, params: Any) -> int:
-    """Bytes on one device of the gradients of parameters and, where they are taken at others, of those."""
+    """Bytes on one device of the gradients of parameters, and of other parameters at which they may be taken."""
     return gradient_bytes(params) * (2 if config.optimizer.name == SCHEDULE_FREE else 1)
 
 

@@ -50,8 +50,8 @@ def shard_rows(config, mesh: Mesh) -> int:
 
 
 def rows_of_shards(config, mesh: Mesh) -> int:
-    """The fewest rows that every row shard of the mesh has a part of: one each or, of given data and of pairs, those
-    that no micro-batch splits."""
+    """The least number of rows that all row shards of the mesh share: one for each or, of given data and of pairs, the
+    rows that no micro-batch splits."""
     name = config.algorithm.name
     return row_shards(mesh) * (rows_together(config) if name in OFFLINE else 2 if name == ONLINE_PREFERENCE else 1)
 

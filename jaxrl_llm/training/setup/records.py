@@ -33,15 +33,9 @@ GIVEN_KEYS = {
 }
 # Settings that the console shows even when they have their default.
 SHOWN_SETTINGS = (
-    "model.path",
-    "data.path",
-    "algorithm.name",
-    "total_steps",
-    "batch.prompts",
-    "rollout.group_size",
-    "optimizer.learning_rate",
-    "seed",
-)
+    "model.path", "data.path", "algorithm.name", "total_steps", "batch.prompts", "rollout.group_size",
+    "optimizer.learning_rate", "seed",
+)  # fmt: skip
 
 
 def logging_spec(config, given: Mapping[str, str] = MappingProxyType({})) -> LoggingSpec:

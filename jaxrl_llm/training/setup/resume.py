@@ -32,7 +32,10 @@ from jaxrl_llm.training.update import State, merge_frozen
 
 
 def parts_loaded(config) -> list[str]:
-    """What a start takes up of which checkpoint, where that is not all of the run's newest: kept in each of the run."""
+    """What this start loads, and of which checkpoint; nothing where that is all of the run's own newest one.
+
+    Each checkpoint of the run keeps it, for `loaded_once`.
+    """
     load, start = sorted(config.checkpoint.load), config.checkpoint.resume
     whole = len(load) == len(BY_NAME["checkpoint.load"].default)
     return [] if whole and start in ("auto", "never") else [*load, start]

@@ -257,8 +257,8 @@ def optimizers_of(
     optimizer: optax.GradientTransformation | None,
     schedule: Callable[[Any], Any] | None,
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation | None, Callable[[Any], Any] | None]:
-    """The optimizer of the policy, or of the model that is trained, with one that is given in its place; that of a
-    critic that is a network of its own; and the policy's learning rate by its updates, None where it is not known."""
+    """The policy's optimizer, or the one that is given in its place; the optimizer of a critic that is a network of its
+    own, or None; and the policy's learning rate as a function of its updates, or None where it is not known."""
     spec, rate = specs.optimizer_spec(config), schedule
     if optimizer is not None:
         optimizer = own_optimizer(spec, optimizer)
@@ -279,15 +279,19 @@ def build_updates(
     spec: UpdateSpec,
     mesh: Mesh,
 ) -> tuple[Update, CriticAlone | None]:
-    """The update of policy and critic, and what a critic of its own, with an optimizer of its own, is trained on
-    besides."""
-    update_critic = None
+    """The update of policy and critic, and the training of a critic apart from it, which one with an optimizer of its
+    own may have."""
+    update_critic = alone = None
     if critic is not None and critic_optimizer is not None:
         regression = value_regression(critic_spec(config), critic)
         update_critic = optimizer_step(regression, critic_optimizer, sized_critic_updates(config, spec), mesh)
-    alone = critic_alone(config, update_critic)
-    if alone is not None and alone.apart:
-        update_critic = unchanged
+        c, together = config.critic, config.algorithm.num_iterations
+        passes, minibatches = c.num_iterations or together, c.minibatches or config.batch.minibatches
+        apart = passes < together or minibatches != config.batch.minibatches
+        own = passes if apart else passes - together
+        if own or c.warmup_steps:
+            alone = CriticAlone(make_critic_update(update_critic), minibatches, own, apart, c.warmup_steps)
+        update_critic = unchanged if apart else update_critic
     return make_update(objective, optimizer, spec, mesh, update_critic, critic is not None), alone
 
 
@@ -331,19 +335,8 @@ def rescheduled(state: State, before: Mapping[str, int], now: Mapping[str, int])
     return replace(state, opt_state=scaled("policy", state.opt_state), critic=critic)
 
 
-def critic_alone(config, update_critic: Update | None) -> CriticAlone | None:
-    """What a critic of its own is trained on besides the policy's updates; None: nothing."""
-    c, passes = config.critic, config.critic.num_iterations or config.algorithm.num_iterations
-    more = passes - config.algorithm.num_iterations
-    apart = more < 0 or c.minibatches not in (0, config.batch.minibatches)
-    if update_critic is None or not (apart or more or c.warmup_steps):
-        return None
-    minibatches = c.minibatches or config.batch.minibatches
-    return CriticAlone(make_critic_update(update_critic), minibatches, passes if apart else more, apart, c.warmup_steps)
-
-
 def make_optimizer(config) -> optax.GradientTransformation:
-    """The optimizer of the policy, or of the model that is trained."""
+    """The optimizer of the policy."""
     return build_optimizer(specs.optimizer_spec(config))
 
 
@@ -366,7 +359,7 @@ def sized_critic_updates(config, updates: UpdateSpec) -> UpdateSpec:
 
 
 def finished_models(run: Run, state: State) -> tuple[Model, Model | None]:
-    """The model and the critic (None without one) with the parameters of `state`, to be exported."""
+    """The model and the critic, or None without one, with the parameters of `state`, to be exported."""
     state = merge_frozen(state, run.frozen)
     model, critic = replace(run.model, params=state.params), None
     if run.critic is not None and state.critic is not None:

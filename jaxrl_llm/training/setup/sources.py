@@ -54,13 +54,7 @@ from jaxrl_llm.training.setup.mesh import samples_apart, sampling_devices, sampl
 from jaxrl_llm.training.setup.models import build_model
 from jaxrl_llm.training.setup.objectives import critic_spec, needs_reference, preference_spec
 from jaxrl_llm.training.setup.teachers import build_teacher, cross_tokenizer, online_teacher
-from jaxrl_llm.training.setup.worker import (
-    Setup,
-    build_worker,
-    check_correction,
-    environment_spec,
-    played_environments,
-)
+from jaxrl_llm.training.setup.worker import Setup, build_worker, check_correction, environment_spec, played_environments
 from jaxrl_llm.training.step_credit import MOST_STEPS, StepCredit
 from jaxrl_llm.training.teachers.cross_tokenizer import CrossTokenizer
 from jaxrl_llm.training.teachers.teacher import SelfTeacher
@@ -185,8 +179,8 @@ def _queue(setup: Setup, producer: Producer, own: OwnPart) -> RolloutQueue | Fil
 def _first_stage(
     setup: Setup, prompts: PromptStream, advantages: AdvantageStep, reference: Reference | None
 ) -> FirstStage | None:
-    """What samples the reference's scores of the prompts before the first step; None where nothing asks for them, or
-    the rows have them."""
+    """What samples the reference's scores of the prompts before the first step, or None where nothing asks for them
+    or the rows have them."""
     config, folder = setup.config, Path(setup.config.output_dir)
     samples = config.algorithm.reference_samples
     if not isinstance(prompts, ScoredPrompts):

@@ -96,9 +96,10 @@ def cross_tokenizer(
 def build_teacher(
     config, policy: Model, mesh: Mesh, length: int, cause: str, other: str | None = None
 ) -> Teacher | ServedTeacher | None:
-    """The teacher of the configuration, or of an entry `other` of teacher.others, for rows of up to `length` tokens.
+    """The teacher of the configuration, or of an entry `other` of teacher.others, for rows of up to `length` tokens; or
+    None without one.
 
-    None without one. Raises ConfigError for a model that has no head for tokens, too few positions for rows of that
+    Raises ConfigError for a model that has no head for tokens, too few positions for rows of that
     length, which `cause` explains, or another vocabulary that is not asked for, and for more likeliest tokens than it
     has.
     """

@@ -46,7 +46,7 @@ from jaxrl_llm.training.setup.memory import check_memory, device_memory, with_fi
 
 
 class Setup(NamedTuple):
-    """What is read and opened before anything of a run is built; of this all else is."""
+    """What is read and opened before a run is built, and of which all else is built."""
 
     config: ConfigDict
     mesh: Mesh
@@ -67,7 +67,7 @@ def build_worker(
 ) -> RolloutWorker:
     """A rollout worker wide enough for the prompts of `examples` or, where they are not known before, for any.
 
-    It samples up to `at_once` prompts in one rollout; None: as many as a training step.
+    It samples up to `at_once` prompts in one rollout, or as many as a training step.
     """
     config, mesh, model, rewards, environments, stopwatch = setup
     c, limit = config.rollout, config.rollout.max_prompt_length
@@ -307,7 +307,7 @@ def environment_spec(config, environment: Any = None, tools: Sequence[Any] = ())
 
 
 def played_environments(environments: Environments | Agents | None) -> Environments | None:
-    """The environments that episodes are of, those of an agent's too; None without any."""
+    """The environments that episodes are of, those of an agent's too, or None without any."""
     if isinstance(environments, Agents):
         agent = environments.spec.agent
         return agent.environments if isinstance(agent, EpisodeAgent) else None

@@ -47,7 +47,7 @@ class ContextSpec:
     privileged_template: str = PRIVILEGED  # of {privileged}
 
     def shown(self, success: int | None, completions: Sequence[Any], privileged: str) -> tuple[str | None, str]:
-        """The text that a row is shown: the completion at `success` (None: nothing), and a text ("": nothing of it)."""
+        """The text that a row is shown: the completion at `success`, or None, and a text, which may be empty."""
         solution = None if success is None or "success" not in self.kind else all_text(completions[success])
         blank = "privileged" not in self.kind or not privileged.strip()
         return solution, "" if blank or (self.kind == "success_or_privileged" and solution is not None) else privileged
@@ -153,9 +153,8 @@ def _at_tokens(x, width: int, prompt_width: int) -> jax.Array:
 
 
 def successful_rows(scores: np.ndarray, group_size: int, threshold: float, exclude_own: bool) -> list[int | None]:
-    """The first row of each row's group whose score `[n]` is at least `threshold`, itself aside with `exclude_own`.
-
-    None where there is none; NaN is no success.
+    """The first row of each row's group whose score `[n]` is at least `threshold`, itself aside with `exclude_own`,
+    or None where there is none. NaN is no success.
     """
     success = scores >= threshold
     found: list[int | None] = []

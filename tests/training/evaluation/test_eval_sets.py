@@ -67,7 +67,7 @@ def test_a_summary_by_hand():
 
 def test_prompts_that_the_first_reward_leaves_out_have_no_accuracy():
     rewards = np.array([[1.0], [0.0], [np.nan], [np.nan]], np.float32)
-    results = prompt_results(rewards, np.ones(1, np.float32), [2, 2], 1.0, ["4", "5", "4", "4"], ["a", "b"])
+    results = prompt_results(rewards, np.ones(1, np.float32), [2, 2], 1.0, [["4", "5"], ["4", "4"]], ["a", "b"], ())
     metrics = EvalMetrics(interval=0.9)
     assert summary(results, metrics) == pytest.approx(summary(results[:1], metrics))
     empty = summary(results[1:], metrics, results[1:])

@@ -14,7 +14,7 @@ import jaxrl_llm
 from jaxrl_llm.commands.stages import is_finished
 from jaxrl_llm.config import ConfigError, default, to_json, validate
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.training.runtime.callbacks import Callbacks, EarlyStopping, early_stopping, load_callbacks
+from jaxrl_llm.training.runtime.callbacks import Callbacks, EarlyStopping, load_callbacks
 
 CLOCKS = ("time", "tokens_per_second", "mfu", "step_time")
 
@@ -251,7 +251,7 @@ def test_a_missing_metric_is_named():
     with pytest.raises(
         ConfigError, match=r"no metric 'eval/acuracy'; the closest is eval/accuracy.*eval/loss"
     ) as error:
-        early_stopping("eval/acuracy").look(moment)
+        EarlyStopping("eval/acuracy").look(moment)
     assert ", loss" not in str(error.value)
 
 
@@ -324,7 +324,7 @@ def test_names_and_a_file_of_ones_own(tmp_path):
 
 
 def steps_until_stop(values, **options):
-    callback = early_stopping("x", **options)
+    callback = EarlyStopping("x", **options)
     for number, value in enumerate(values, 1):
         if callback.look(SimpleNamespace(metrics={} if value is None else {"x": value})) == "stop":
             return number
@@ -349,8 +349,8 @@ def test_patience(values, options, stop):
 
 
 def test_it_looks_where_the_metric_comes(tmp_path):
-    assert early_stopping("eval/loss").on_step is None and early_stopping("loss").on_evaluate is None
+    assert EarlyStopping("eval/loss").on_step is None and EarlyStopping("loss").on_evaluate is None
     record = to_json(default())
-    assert not Callbacks({"a": early_stopping("eval/loss")}, record, tmp_path).every_step
+    assert not Callbacks({"a": EarlyStopping("eval/loss")}, record, tmp_path).every_step
     assert Callbacks({"a": EarlyStopping("loss", 1, 0.0, "max")}, record, tmp_path).every_step
     assert Callbacks({"a": SimpleNamespace(on_step_begin=print)}, record, tmp_path).every_step

@@ -21,7 +21,7 @@ PACKAGES = {
 class Identity(NamedTuple):
     """The run as backends see it: names, settings by full key, and folder.
 
-    `resume_step` is the step after which it goes on, None for a run that starts.
+    `resume_step` is the step after which it goes on, or None for a run that starts.
     """
 
     project: str
@@ -68,7 +68,7 @@ def start(name: str, run: Identity) -> Backend:
 
 
 def kept_id(run: Identity, backend: str) -> str | None:
-    """The id under which `backend` knows the run that goes on, None for a run that starts."""
+    """The id under which `backend` knows the run that goes on, or None for a run that starts."""
     path = run.folder / f".{backend}_run"
     return path.read_text().strip() if run.resume_step is not None and path.exists() else None
 
