@@ -1763,6 +1763,35 @@ def test_schedules_of_transformers(tmp_path, case):
         theirs.step()
 
 
+@pytest.mark.filterwarnings("ignore:Both num_training_steps and num_stable_steps")
+@pytest.mark.parametrize(
+    ("name", "options"), [("cosine", {}), ("warmup_stable_decay", {"num_decay_steps": 2, "min_lr_ratio": 0.2})]
+)
+def test_a_warm_up_longer_than_the_run(tmp_path, name, options):
+    """In transformers the rate does not reach its peak; here a warm-up ends with the run at the latest."""
+    said = {"output_dir": "o", "model_name_or_path": "m", "learning_rate": 1e-4, "warmup_steps": 16, "max_steps": 4}
+    said |= {"lr_scheduler_type": name, "lr_scheduler_kwargs": options}
+    config, text = migrate(written(tmp_path, "a.json", said), trainer="sft", devices=1)
+    assert "warmup_steps = 16 is longer than the run" in " ".join(text.partition("from jaxrl_llm")[0].split())
+    ours = learning_rate_schedule(optimizer_spec(config))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-4)
+    theirs = transformers.get_scheduler(name, optimizer, 16, 4, scheduler_specific_kwargs=options)
+    for step in range(4):
+        assert float(ours(step)) == pytest.approx(theirs.get_last_lr()[0], rel=1e-5, abs=1e-11), step
+        optimizer.step()
+        theirs.step()
+    epochs = said | {"max_steps": -1, "warmup_steps": 5000}  # of rows whose number is not known
+    config, _ = migrate(written(tmp_path, "b.json", epochs), trainer="sft", devices=1)
+    expect(config, optimizer={"warmup_steps": 5000, "learning_rate": 1e-4})
+
+
+def test_the_half_wave_of_a_stable_schedule_is_the_only_one(tmp_path):
+    options = {"num_decay_steps": 2, "num_cycles": 1.0}
+    said = {"output_dir": "o", "max_steps": 9, "lr_scheduler_type": "warmup_stable_decay"}
+    _, text = migrate(written(tmp_path, "a.json", said | {"lr_scheduler_kwargs": options}), trainer="sft")
+    assert "num_cycles = 1.0 has no equivalent in wsd" in " ".join(text.partition("from jaxrl_llm")[0].split())
+
+
 @pytest.mark.parametrize(
     ("kind", "note"),
     [

@@ -186,7 +186,10 @@ def learning_rate(draft: Draft, updates: int) -> None:
     }
     more = TRANSFORMERS.get(kind, {}) | given
     for name, value in more.items():
-        if name in keys:
+        if name == "num_cycles" and kind == "wsd":  # which decays by half a wave here
+            if value != 0.5:
+                draft.check(f"lr_scheduler_kwargs: {name} = {short(value)} has no equivalent in wsd")
+        elif name in keys:
             ours, factor = keys[name]
             draft.set(ours, float(value) * factor, "lr_scheduler_kwargs")
         elif name == "num_decay_steps":
@@ -206,7 +209,17 @@ def learning_rate(draft: Draft, updates: int) -> None:
     if scheduler in UNWARMED and not rises:
         steps = ratio = 0
     elif steps >= 1:
-        warmup = min(shared.divided(steps, updates), draft.values["total_steps"])
+        warmup, total = shared.divided(steps, updates), draft.values["total_steps"]
+        if "num_epochs" not in draft.values and warmup > total:
+            share, lowest = total * updates / steps, more.get("min_lr_ratio", 0.0) if kind == "wsd" else 0.0
+            reached = peak * (lowest + (1 - lowest) * share)
+            for ours in {"optimizer.learning_rate", "critic.learning_rate"} & draft.values.keys():
+                draft.set(ours, reached, "learning_rate", "warmup_steps")
+            draft.check(
+                f"{draft.named('warmup_steps')} = {steps:g} is longer than the run, and a warm-up here is not: "
+                f"optimizer.learning_rate is {reached:.3g}, which the rate has reached at the end of the run there"
+            )
+            warmup = total
         draft.set("optimizer.warmup_steps", warmup, "warmup_steps")
     elif ratio or steps:  # warmup_steps below 1 is a ratio too
         draft.set("optimizer.warmup_ratio", float(ratio or steps), "warmup_ratio", "warmup_steps")
