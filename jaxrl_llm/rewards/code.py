@@ -48,7 +48,7 @@ HELPERS = {"isclose": "math:isclose", "inf": "math:inf", "nan": "math:nan", "app
     name: f"collections:{name}" for name in ("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple")
 }  # fmt: skip
 INTEGER = re.compile(r"[-+]?\d+", re.ASCII)
-NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
+NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)  # in linear time
 MODULES = {"np": "numpy", "pd": "pandas"} | {
     name: name for name in ("numpy", "pandas", "pytest", *sys.stdlib_module_names)
 }

@@ -125,7 +125,7 @@ def readable(expression: str) -> str:
     if (
         number is not None
         and not number.percent
-        and not re.fullmatch(r"[-+]?\d*\.?\d+", expression)
+        and not re.fullmatch(r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)", expression)
         and (not number.unit or SURE_UNIT.match(number.unit))
     ):
         above, below = number.value.as_integer_ratio()
