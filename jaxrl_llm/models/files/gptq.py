@@ -56,8 +56,9 @@ def with_matrices(where: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any
         module = name.removesuffix("qweight")
         if module == name:
             continue
-        matrix, parts = f"{module}weight", [name, f"{module}scales", f"{module}qzeros"]
-        if missing := [part for part in parts if part not in where]:
+        matrix, order = f"{module}weight", f"{module}g_idx"
+        parts = [name, f"{module}scales", f"{module}qzeros"]
+        if missing := [part for part in [*parts, *([order] if entry.get("desc_act") else [])] if part not in where]:
             raise ConfigError(f"the model lacks tensors that belong to {matrix}: {', '.join(missing)}")
         codes, scales, zeros = (Transposed(found.pop(part).get_slice(part)) for part in parts)
         outputs, count = [*scales.get_shape(), 0][:2]
@@ -72,7 +73,7 @@ def with_matrices(where: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any
                 f"{' or '.join(map(str, allowed))} bits"
             )
         groups = None
-        if (order := f"{module}g_idx") in where:
+        if order in where:
             groups = found.pop(order).get_tensor(order)
             if groups.shape != (inputs,) or groups.min() < 0 or groups.max() >= count:
                 raise ConfigError(f"tensor {order} names no group, of {count}, for each of {inputs} inputs")

@@ -3,6 +3,7 @@
 It is what the formats of bitsandbytes.py, block_fp8.py, compressed_tensors.py and gptq.py have in common.
 """
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -22,8 +23,8 @@ class Matrices:
     """A matrix, or a stack of them, sliced like a tensor of safetensors: (code - zero) * scale, in fp32.
 
     `codes` are `[..., out, in]`; `scales` and `zeros` `[..., out/n, in/m]` are of blocks of n x m numbers, smaller at
-    the ends. With `groups` [in], inputs have the scales and zeros of that column each. Codes, scales and
-    zeros may be tensors of files, which are read as they are sliced.
+    the ends. With `groups` [in], inputs have the scales and zeros of that column each. Codes, scales and zeros may be
+    tensors of files, which are read as they are sliced.
     """
 
     def __init__(
@@ -156,22 +157,24 @@ def shape_of(x: Any) -> tuple[int, ...]:
 def opener(where: dict[str, Any], files: dict[str, Path]) -> Callable[..., Any]:
     """A function that gives a tensor by its name, to be sliced; with `exponents`, bytes are those of powers of two.
 
-    `where` are the files by names of tensors, and `files` their paths: floats of 8 bits are mapped into memory.
+    `where` are the files by names of tensors, and `files` their paths. Floats of 8 bits are mapped into memory, whole
+    files at once: the experts of a model are more matrices than a process may have maps.
     """
-    headers: dict[Path, tuple[int, dict[str, Any]]] = {}
+
+    @functools.cache
+    def mapped(path: Path) -> tuple[dict[str, Any], np.ndarray]:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            return json.loads(file.read(size)), np.memmap(path, np.uint8, "r", 8 + size)
 
     def tensor(name: str, exponents: bool = False) -> Any:
         found = where[name].get_slice(name)
         dtype = {**FLOATS, "U8": FLOATS["F8_E8M0"] if exponents else None}.get(found.get_dtype())
         if dtype is None:
             return found if len(found.get_shape()) > 1 else where[name].get_tensor(name)
-        if files[name] not in headers:
-            with files[name].open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                headers[files[name]] = 8 + size, json.loads(file.read(size))
-        start, header = headers[files[name]]
-        entry = header[name]
-        return np.memmap(files[name], dtype, "r", start + entry["data_offsets"][0], tuple(entry["shape"]))
+        header, numbers = mapped(files[name])
+        start, end = header[name]["data_offsets"]
+        return np.asarray(numbers[start:end]).view(dtype).reshape(found.get_shape())
 
     return tensor
 

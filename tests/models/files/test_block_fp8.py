@@ -149,6 +149,24 @@ def test_any_slice_of_a_matrix(quantized):
                 np.testing.assert_array_equal(matrix[at], expected[at])
 
 
+def test_a_file_is_mapped_once(tmp_path):
+    """And not each of its matrices: a process has 65,530 maps, and Kimi K2 69,120 matrices of experts."""
+    name, file = "x.{}.weight", tmp_path / "x.safetensors"
+    tensors = {name.format(n): torch.ones(8, 8).to(torch.float8_e4m3fn) for n in range(40)}
+    save_file(tensors | {f"{name.format(n)}_scale_inv": torch.ones(1, 1) for n in range(40)}, file)
+    with safe_open(file, "numpy") as handle:
+        where = dict.fromkeys(handle.keys(), handle)
+        found = block_fp8.with_matrices(where, dict.fromkeys(where, file), QUANTIZED)
+        assert len({id(memory(matrix.codes)) for matrix in found.values()}) == 1
+
+
+def memory(array):
+    """The memory that an array is a view of."""
+    while getattr(array, "base", None) is not None:
+        array = array.base
+    return array
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

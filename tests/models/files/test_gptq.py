@@ -1,18 +1,23 @@
 """Matrices in the formats of GPTQ and AWQ, packed by hand."""
 
 import json
+import shutil
 
+import jax
 import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+import jaxrl_llm
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.files import gptq
+from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.models.adapters import lora
+from jaxrl_llm.models.files import gptq, hf
 from jaxrl_llm.models.model import load_model, save_hf
 from tests.models.oracles import make_oracle, oracle_logits
 
-torch = pytest.importorskip("torch")
 TOKENS = np.random.default_rng(0).integers(0, 97, (1, 9))
 GROUP = 16
 # quant_method, bits, whether groups are of inputs in any order, and other entries of quantization_config.
@@ -146,6 +151,7 @@ def test_biases_of_zeros_are_none(tmp_path):
     ("changed", "message"),
     [
         (lambda x: x.pop("x.scales"), "lacks tensors that belong to x.weight: x.scales"),
+        (lambda x: x.pop("x.g_idx"), "lacks tensors that belong to x.weight: x.g_idx"),
         (
             lambda x: x.update({"x.qzeros": np.tile(x["x.qzeros"], (1, 3))[:, :3]}),
             r"shapes \[4, 16\], \[2, 16\], \[2, 3\], .* 2 or 4 or 8",
@@ -162,8 +168,9 @@ def test_what_does_not_belong_together_is_refused(tmp_path, changed, message):
     tensors, _ = stored("x", (16, 32), "gptq", np.random.default_rng(4))
     changed(tensors)
     save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, tmp_path / "x")
+    entry = {"quant_method": "gptq", "group_size": 16, "desc_act": True}
     with safe_open(tmp_path / "x", "numpy") as handle, pytest.raises(ConfigError, match=message):
-        gptq.with_matrices(dict.fromkeys(handle.keys(), handle), {"quant_method": "gptq", "group_size": 16})
+        gptq.with_matrices(dict.fromkeys(handle.keys(), handle), entry)
 
 
 @pytest.mark.parametrize(
@@ -183,3 +190,28 @@ def test_other_formats_are_refused(tmp_path, entry, message):
     described(tmp_path, {"quant_method": "gptq", "bits": 4, **entry})
     with pytest.raises(ConfigError, match=message):
         load_model(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_adapters_train_on_a_model_in_four_bits(root, tmp_path, quantize):
+    """A run by the adapters of an AWQ, which stays as it was read, and the merged model that it leaves, as numbers."""
+    base, draw = tmp_path / "base", np.random.default_rng(5)
+    shutil.copytree(hf.locate("embedded:sort"), base)
+    tensors = load_file(base / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors |= stored(name.removesuffix(".weight"), tensors.pop(name).shape, "awq", draw)[0]
+    save_file(tensors, base / "model.safetensors")
+    described(base, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"})
+    config = load_config_file(f"{root / 'configs/sft.py'}:tiny")
+    config.output_dir, config.model.path, config.model.quantize = str(tmp_path / "run"), str(base), quantize
+    config.lora.rank, config.lora.targets, config.eval.every = 4, ("all-linear",), -1
+    config.optimizer.warmup_steps, config.logging.backends = 0, ("jsonl",)
+    result = jaxrl_llm.train(config)
+    start = load_model(base, quantize=quantize)
+    jax.tree.map(np.testing.assert_array_equal, lora.without_adapters(result.model.params), start.params)
+    adapted = load_model(result.output_dir / "adapter", quantize=quantize)
+    jax.tree.map(np.testing.assert_array_equal, adapted.params, result.model.params)
+    moved = np.abs(adapted(TOKENS) - start(TOKENS)).max()
+    np.testing.assert_allclose(load_model(result.output_dir / "hf")(TOKENS), adapted(TOKENS), atol=moved / 100)
+    assert "quantization_config" not in (result.output_dir / "hf/config.json").read_text()
