@@ -1,27 +1,18 @@
-"""axolotl's preference formats, and those of supervised fine-tuning: instructions, conversations, segments of texts.
+"""axolotl's preference formats.
 
-Those of preferences write with fixed texts (`chatml.*`, `llama3.*`, `zephyr.nectar`), with the user's
-(`user_defined.default`), or with the tokenizer's chat template (`chat_template.*`).
+They write with fixed texts (`chatml.*`, `llama3.*`, `zephyr.nectar`), with the user's (`user_defined.default`), or with
+the tokenizer's chat template (`chat_template.*`).
 
-Source: axolotl's documentation (docs/rlhf.qmd, docs/dataset-formats), prompt_strategies/dpo, /kto and /orpo,
-chat_template.py and user_defined.py there, and its prompters.
+Source: axolotl's documentation (docs/rlhf.qmd), and prompt_strategies/dpo, /kto and /orpo there.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import Row
-from jaxrl_llm.data.formats.native import (
-    check_messages,
-    first_column,
-    messages_column,
-    optional_text,
-    text_column,
-)
-from jaxrl_llm.data.templates import continued_ids, render_chat, template_options
-from jaxrl_llm.data.tokenize import NOT_LEARNED, TOKENS
+from jaxrl_llm.data.formats.native import first_column, messages_column, optional_text, text_column
+from jaxrl_llm.data.templates import render_chat, template_options
 
 
 class Template(NamedTuple):
@@ -71,55 +62,7 @@ PAIR_FIELDS = {
     "ultra": Fields(("prompt",), chat=True),
 }
 LABEL_PROMPTS = {"argilla": "instruction", "intel": "question", "prompt_pairs": "prompt", "ultra": "prompt"}
-# Stanford Alpaca's texts, with an input column and without one.
-ALPACA = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
-    "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
-    "### Response:\n"
-)
-ALPACA_WITHOUT_INPUT = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:\n"
-)
-# Thoughts in a content, and what is behind them, which may have marks too.
-THOUGHT = re.compile(
-    r"(<think>|<reasoning>|<\|begin_of_thought\|>)(.*?)(?:</think>|</reasoning>|<\|end_of_thought\|>)\s*"
-    r"(?:<\|begin_of_solution\|>\s*(.*?)\s*<\|end_of_solution\|>|(.*))",
-    re.DOTALL,
-)
 ROLES = {"user": ["user"], "assistant": ["assistant"], "system": ["system"], "tool": ["tool"]}
-CHAT_ROLES = ROLES | {"user": ["human", "user"], "assistant": ["gpt", "assistant"]}
-
-
-def alpaca(row: Mapping[str, Any]) -> Row:
-    """`instruction`, `output` and perhaps `input`, in Alpaca's texts."""
-    instruction, output = (text_column(row, (name,), "alpaca") for name in ("instruction", "output"))
-    given = optional_text(row, "input", "alpaca")
-    template = ALPACA if given else ALPACA_WITHOUT_INPUT
-    return {"prompt": template.format(instruction=instruction, input=given), "completion": output}
-
-
-def completion(row: Mapping[str, Any], field: str = "text") -> Row:
-    """A text in the column `field`, all of which is learned."""
-    return {"text": text_column(row, (field,), "completion")}
-
-
-def input_output(row: Mapping[str, Any], tokenizer: Any = None) -> Row:
-    """`segments` of a text, each tokenised by itself, of which those with `label` are learned; no token is added."""
-    name = "input_output"
-    _, segments = first_column(row, ("segments",), name)
-    ids, labels = list[int](), list[int]()
-    for segment in segments if isinstance(segments, list) else [segments]:
-        text, label = (segment.get(key) if isinstance(segment, Mapping) else None for key in ("text", "label"))
-        if not isinstance(text, str) or label not in (False, True):
-            raise ConfigError(
-                f"column 'segments' holds {segment!r:.80}, but the format {name} takes a list of dictionaries with "
-                "text, and label, true or false, there"
-            )
-        own = continued_ids(tokenizer, ids, text)
-        ids += own
-        labels += own if label else [NOT_LEARNED["labels"]] * len(own)
-    return {TOKENS: ids, "labels": labels}
 
 
 def fixed_pairs(name: str, template: Template, fields: Fields) -> Callable[[Mapping[str, Any]], Row]:
@@ -206,9 +149,9 @@ def user_defined_pairs(
     name = "user_defined.default"
     prompt = text_column(row, (field_prompt,), name)
     return {
-        "prompt": _fill(prompt_format, "prompt_format", prompt=prompt, system=optional_text(row, field_system, name)),
-        "chosen": _fill(chosen_format, "chosen_format", chosen=text_column(row, (field_chosen,), name)),
-        "rejected": _fill(rejected_format, "rejected_format", rejected=text_column(row, (field_rejected,), name)),
+        "prompt": filled(prompt_format, "prompt_format", prompt=prompt, system=optional_text(row, field_system, name)),
+        "chosen": filled(chosen_format, "chosen_format", chosen=text_column(row, (field_chosen,), name)),
+        "rejected": filled(rejected_format, "rejected_format", rejected=text_column(row, (field_rejected,), name)),
     }
 
 
@@ -225,37 +168,14 @@ def user_defined_labels(
     name = "user_defined.default"
     prompt, completion = text_column(row, (field_prompt,), name), text_column(row, (field_completion,), name)
     return {
-        "prompt": _fill(prompt_format, "prompt_format", prompt=prompt, system=optional_text(row, field_system, name)),
-        "completion": _fill(completion_format, "completion_format", completion=completion),
+        "prompt": filled(prompt_format, "prompt_format", prompt=prompt, system=optional_text(row, field_system, name)),
+        "completion": filled(completion_format, "completion_format", completion=completion),
         "label": first_column(row, (field_label,), name)[1],
     }
 
 
-def user_defined_completions(
-    row: Mapping[str, Any],
-    system_prompt: str = "",
-    field_system: str = "system",
-    field_instruction: str = "instruction",
-    field_input: str = "input",
-    field_output: str = "output",
-    format: str = "{instruction} {input} ",  # noqa: A002 (axolotl's name)
-    no_input_format: str | None = None,
-    system_format: str = "{system}",
-) -> Row:
-    """Columns and texts of your own choice, with `system_prompt` where the row has no system text; `no_input_format` is
-    for rows without an input, else `format` with an empty one."""
-    name = "user_defined.default"
-    instruction = text_column(row, (field_instruction,), name)
-    given, system = optional_text(row, field_input, name), optional_text(row, field_system, name) or system_prompt
-    if given or no_input_format is None:
-        prompt = _fill(format, "format", instruction=instruction, input=given)
-    else:
-        prompt = _fill(no_input_format, "no_input_format", instruction=instruction)
-    opening = _fill(system_format, "system_format", system=system) if system else ""
-    return {"prompt": opening + prompt, "completion": text_column(row, (field_output,), name)}
-
-
-def _fill(pattern: str, option: str, **values: str) -> str:
+def filled(pattern: str, option: str, **values: str) -> str:
+    """The pattern that an option gives with its values; raises ConfigError for one that has others."""
     try:
         return pattern.format(**values)
     except (KeyError, IndexError, ValueError) as error:
@@ -281,7 +201,7 @@ def chat_default(
     """
     name = "chat_template.default"
     keys = {"role": "role", "content": "content", **(message_property_mappings or {})}
-    targets = {source: target for target, sources in (roles or ROLES).items() for source in _listed(sources)}
+    targets = {source: target for target, sources in (roles or ROLES).items() for source in listed(sources)}
 
     def message(value: Any, column: str) -> Row:
         if not isinstance(value, Mapping) or not {keys["role"], keys["content"]} <= set(value):
@@ -295,7 +215,7 @@ def chat_default(
                 f"column {column!r} has the role {role!r}; the format {name} knows {', '.join(targets)}; set roles, "
                 "such as {'user': ['human']}"
             )
-        return {**_renamed(value, keys), "role": targets[role], "content": value[keys["content"]]}
+        return {**renamed(value, keys), "role": targets[role], "content": value[keys["content"]]}
 
     def answer(column: str) -> Row:
         _, value = first_column(row, (column,), name)
@@ -389,104 +309,15 @@ def _stripped(texts: Row) -> Row:
     return {**texts, "chosen": texts["chosen"].rstrip(), "rejected": texts["rejected"].rstrip()}
 
 
-def chat(
-    row: Mapping[str, Any],
-    field_messages: str = "messages",
-    field_system: str = "system",
-    message_property_mappings: Mapping[str, str] | None = None,
-    roles: Mapping[str, Sequence[str]] | None = None,
-    roles_to_train: Sequence[str] | None = ("assistant",),
-    train_on_eos: str | None = "turn",
-    message_field_training: str | None = None,
-    message_field_training_detail: str | None = None,
-    drop_system_message: bool = False,
-    field_tools: str = "tools",
-    field_thinking: str = "reasoning_content",
-    template_thinking_key: str = "reasoning_content",
-    split_thinking: bool = False,
-) -> Row:
-    """A conversation, of which the turns of `roles_to_train` are learned, and those whose message says so.
-
-    `message_property_mappings` maps role, content and others to the names they have in the messages; `roles` lists, for
-    each role of the chat template, its names there. A system text may be in the column `field_system`. A message's
-    entry `message_field_training` says whether its turn is learned, `message_field_training_detail` (begin_offset,
-    end_offset, train) which letters of it are; parts of a content may have `train`, or `weight` 0 or 1, each.
-    `train_on_eos`: what ends a turn is learned with the turn (turn), of all turns (all), of the last one that is
-    learned (last), or never (none). Without roles, ends and entries of messages the last message alone is learned.
-    `field_tools` is a column of tools. The entry `field_thinking` of a message, with `split_thinking` also what stands
-    within `<think>` or the like in a content of the assistant, becomes `template_thinking_key`.
-    """
-    name = "chat_template"
-    if train_on_eos not in (None, "turn", "all", "last", "none"):
-        raise ConfigError(f"train_on_eos is {train_on_eos!r}; the format {name} takes turn, all, last or none")
-    _, turns = first_column(row, (field_messages,), name)
-    thinking = {template_thinking_key: field_thinking} if template_thinking_key != field_thinking else {}
-    keys = {"role": "role", "content": "content", **thinking, **(message_property_mappings or {})}
-    targets = {source: target for target, sources in (roles or CHAT_ROLES).items() for source in _listed(sources)}
-    taught = {targets.get(role, role) for role in _listed(roles_to_train or ())}
-    fields = (message_field_training, message_field_training_detail)
-    legacy = not (taught or train_on_eos or any(fields))
-    messages: list[Row] = []
-    for turn in turns if isinstance(turns, list | tuple) else [turns]:
-        if not isinstance(turn, Mapping) or turn.get(keys["role"]) is None:
-            raise ConfigError(
-                f"column {field_messages!r} holds {turn!r:.80}, but the format {name} takes messages with "
-                f"{keys['role']!r} there; set message_property_mappings"
-            )
-        message = {key: x for key, x in _renamed(turn, keys).items() if key not in fields}
-        message["role"] = targets.get(message["role"], message["role"])
-        message["content"], detail = _text_of_parts(message.get("content"))
-        training, own = (None if field is None else turn.get(field) for field in fields)
-        detail = own or detail
-        if split_thinking and message["role"] == "assistant" and (found := THOUGHT.search(str(message["content"]))):
-            message |= {template_thinking_key: found[2].strip(), "content": found[3] or found[4] or ""}
-        learned = bool(detail) or message["role"] in taught if training is None else bool(training)
-        messages.append({**message, "train": learned, **({"train_detail": detail} if detail else {})})
-    if messages and messages[0]["role"] != "system" and isinstance(row.get(field_system), str):
-        messages = [{"role": "system", "content": row[field_system], "train": "system" in taught}, *messages]
-    if drop_system_message and messages and messages[0]["role"] == "system":
-        messages = messages[1:]
-    check_messages(messages, field_messages, name)
-    last = max((i for i, message in enumerate(messages) if message["train"]), default=len(messages) - 1)
-    for index, message in enumerate(messages):
-        if legacy:
-            message["train"] = index == len(messages) - 1
-        elif train_on_eos != "turn":
-            message["train_end"] = train_on_eos == "all" or (train_on_eos == "last" and index == last)
-    tools = {} if row.get(field_tools) is None else {"tools": row[field_tools]}
-    return {"messages": messages, **tools}
-
-
-def _renamed(turn: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
+def renamed(turn: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
     """The message of a turn, which has the names `keys` for the entries of messages."""
     others = {key: x for key, x in turn.items() if key not in keys.values()}
     return others | {key: turn[source] for key, source in keys.items() if turn.get(source) is not None}
 
 
-def _listed(names: str | Sequence[str]) -> Sequence[str]:
+def listed(names: str | Sequence[str]) -> Sequence[str]:
     """The names, of which one may stand alone."""
     return [names] if isinstance(names, str) else names
-
-
-def _text_of_parts(content: Any) -> tuple[Any, list[Row]]:
-    """The text of a content of parts of which some say whether they are learned, and its letters that are; any other
-    content as it is."""
-    parts = content if isinstance(content, list) else []
-    if not any(isinstance(part, Mapping) and {"train", "weight"} & set(part) for part in parts):
-        return content, []
-    text, detail = "", []
-    for part in parts:
-        own = next((part[key] for key in ("text", "content", "value") if isinstance(part.get(key), str)), None)
-        flag = next((part[key] for key in ("train", "weight") if part.get(key) is not None), True)
-        if own is None or flag not in (0, 1):
-            raise ConfigError(
-                f"a content has the part {part!r:.80}, but beside parts that say whether they are learned the format "
-                "chat_template takes texts, with train true or false, or weight 0 or 1"
-            )
-        if own:
-            detail.append({"begin_offset": len(text), "end_offset": len(text) + len(own) - 1, "train": bool(flag)})
-        text += own
-    return text, detail
 
 
 PAIRS: dict[str, Callable[..., Row]] = {
@@ -504,13 +335,6 @@ PAIRS: dict[str, Callable[..., Row]] = {
     "chat_template.argilla_chat": argilla_chat,
     "chat_template.argilla": argilla,
     "bradley_terry.chat_template": bradley_terry,
-}
-COMPLETIONS: dict[str, Callable[..., Row]] = {
-    "chat_template": chat,
-    "completion": completion,
-    "input_output": input_output,
-    "user_defined.default": user_defined_completions,
-    "user_defined": user_defined_completions,
 }
 LABELS: dict[str, Callable[..., Row]] = {
     **{

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError, closest, failing_as, resolve, split_options
 from jaxrl_llm.data import Row
-from jaxrl_llm.data.formats import axolotl, native
+from jaxrl_llm.data.formats import axolotl, axolotl_sft, native
 from jaxrl_llm.data.pairs import ANSWERS
 from jaxrl_llm.data.tokenize import TEXTS
 
@@ -23,11 +23,11 @@ COMMON: Mapping[str, Callable[..., Any]] = {
     "sharegpt": native.sharegpt,
     "openai_preference": native.openai_preference,
     "stepwise": native.stepwise,
-    "alpaca": axolotl.alpaca,
+    "alpaca": axolotl_sft.alpaca,
 }
 PAIRS = axolotl.PAIRS
 LABELS = axolotl.LABELS
-OWN = {"labels": LABELS, "completions": axolotl.COMPLETIONS}  # of a kind, before those of pairs
+OWN = {"labels": LABELS, "completions": axolotl_sft.COMPLETIONS}  # of a kind, before those of pairs
 METHODS = {"dpo": PAIRS, "ipo": PAIRS, "simpo": PAIRS, "orpo": PAIRS, "kto": LABELS}
 FILLED = ("row", "data_kind", "tokenizer")  # arguments of a format that are filled in, and no options
 MAP_OPTIONS = ("remove_columns", "num_proc", "desc", "load_from_cache_file", "keep_in_memory")
