@@ -255,7 +255,7 @@ class Checkpoints:
         self._reason = f"the checkpoint of step {step} could not be written to {self.folder}: {_words(error)}"
         if jax.process_count() > 1:  # the others wait for this one's share
             full = any(os.strerror(number) in self._reason for number in (errno.ENOSPC, errno.EDQUOT))
-            raise (ConfigError if full else TransientError)(self._reason) from error
+            raise (ConfigError if full else TransientError)(self.outcome()) from error
         again = "" if self._gives_up else f". The run goes on, and tries again after {RETRY_SECONDS:g} s"
         self._warnings.append(f"{self._reason}{again}")
 

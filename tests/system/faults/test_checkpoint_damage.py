@@ -317,7 +317,10 @@ def test_a_run_goes_on_before_a_damaged_checkpoint(tiny_run, tmp_path, capsys):
 def test_of_several_processes_a_save_that_failed_ends_the_run(tmp_path, monkeypatch, number, code):
     """A file system that fails once may work after a new start; one that is full needs somebody to make room."""
     checkpoints = Checkpoints(tmp_path / "checkpoints")
+    save(checkpoints, 1, final=True)
+    checkpoints._saving = 2
     monkeypatch.setattr(manager.jax, "process_count", lambda: 2)
-    with pytest.raises(ConfigError, match=f"could not be written to .*{os.strerror(number)}") as raised:
+    words = f"step 2 could not be written to .*{os.strerror(number)}; the newest checkpoint is of step 1, in "
+    with pytest.raises(ConfigError, match=words) as raised:
         checkpoints._fail(OSError(number, os.strerror(number)))
     assert raised.value.code == code
