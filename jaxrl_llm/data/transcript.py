@@ -107,10 +107,14 @@ class Transcript:
     def _closed(self, end: int, closing: str) -> int:
         """The end of a turn whose content ends at `end`, and that the template closes so where it is the last."""
         # What both endings share, in whole special tokens: two may begin with the same letters.
-        special = sorted(map(re.escape, self.tokenizer.get_added_vocab()), key=len, reverse=True)
-        parts = re.compile("|".join([*special, "."]), re.DOTALL)
         endings = (closing, self.text[end : end + len(closing)])
-        return end + len("".join(shared(*map(parts.findall, endings))))
+        return end + len("".join(shared(*map(self._parts.findall, endings))))
+
+    @functools.cached_property
+    def _parts(self) -> re.Pattern[str]:
+        """A special token, or a letter."""
+        special = sorted(map(re.escape, self.tokenizer.get_added_vocab()), key=len, reverse=True)
+        return re.compile("|".join([*special, "."]), re.DOTALL)
 
     @functools.cached_property
     def _opening(self) -> str:
