@@ -15,7 +15,6 @@ from jaxrl_llm.tools.plan.planned import is_split, make_plan
 from jaxrl_llm.tools.plan.split import Split, split_lines
 from jaxrl_llm.tools.plan.text import lines, seconds_text
 from jaxrl_llm.tools.plan.topology import Target, at_hand_target
-from jaxrl_llm.training.mixed import MixedSource
 from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.reference_scores import assume_scores
 from jaxrl_llm.training.setup.run import Run, build
@@ -54,11 +53,10 @@ def dry_run(config, colour: bool = False) -> str:
 
 def widths(run: Run) -> tuple[int, int]:
     """Tokens of the prompts and rows that the run's data need."""
-    source = run.source.online if isinstance(run.source, MixedSource) else run.source
-    if isinstance(source, OnlineSource):
-        worker = source.producer.worker
+    if isinstance(run.source, OnlineSource):
+        worker = run.source.producer.worker
         return worker.prompt_width, worker.prompt_width + worker.engine.max_completion_length
-    return 0, source.spec.width
+    return 0, run.source.spec.width
 
 
 def _plan_lines(config, target: Target, run: Run) -> Iterator[str]:

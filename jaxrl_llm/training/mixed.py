@@ -12,14 +12,13 @@ from jaxrl_llm.training.rollouts.experience import Experience
 from jaxrl_llm.training.update import State
 
 
-@dataclasses.dataclass(frozen=True)
-class MixedSource:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixedSource(OnlineSource):
     """Samples of the policy with probability `on_policy`, else given rows (GKD's lambda, arXiv 2306.13649).
 
     A step's kind is drawn from the seed and its number alone, so that a resumed run draws the same.
     """
 
-    online: OnlineSource
     offline: OfflineSource
     on_policy: float
     seed: int
@@ -27,30 +26,14 @@ class MixedSource:
     def next(self, state: State, key) -> Experience:
         """The batch of one step, with the metric `teacher/on_policy`, 1 or 0."""
         samples = np.random.default_rng([self.seed, MIXTURE, int(state.step)]).random() < self.on_policy
-        experience = (self.online if samples else self.offline).next(state, key)
+        experience = super().next(state, key) if samples else self.offline.next(state, key)
         return experience._replace(metrics=experience.metrics | {"teacher/on_policy": float(samples)})
-
-    def rest(self) -> None:
-        """Wait until nothing is sampled or graded in the background."""
-        self.online.rest()
-
-    def learn(self, metrics: dict[str, float]) -> None:
-        """Update what depends on the metrics of a step's updates."""
-        self.online.learn(metrics)
 
     def get_state(self) -> dict[str, Any]:
         """The numbers that a resumed run needs besides the training state and `get_arrays`."""
-        return {"online": self.online.get_state(), "offline": self.offline.get_state()}
-
-    def get_arrays(self) -> dict[str, Any]:
-        """The trees of arrays, by name, that a resumed run needs besides the training state."""
-        return self.online.get_arrays()
-
-    def restorable(self) -> dict[str, Any]:
-        """The trees of arrays, by name, that `set_state` restores, with None for one of any shape."""
-        return self.online.restorable()
+        return {"online": super().get_state(), "offline": self.offline.get_state()}
 
     def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
         """Restore what `get_state` and `get_arrays` returned."""
-        self.online.set_state(state["online"], arrays)
+        super().set_state(state["online"], arrays)
         self.offline.set_state(state["offline"], {})

@@ -44,6 +44,7 @@ class Reference:
     lora: LoraConfig | None = None
     average: Average | None = None  # of the policy, in whose place the reference follows it
     restored: bool = False  # from a checkpoint, in whose run it followed the policy
+    name: str = "reference"  # of its tree in a checkpoint
 
     @property
     def moves(self) -> bool:
@@ -78,12 +79,12 @@ class Reference:
 
     def tree(self) -> dict[str, Any]:
         """The trees of arrays that `restore` takes, by name."""
-        return {"reference": split(self.params)[1]}
+        return {self.name: split(self.params)[1]}
 
     def restore(self, arrays: dict[str, Any]) -> None:
         """Restore the trees of `arrays`; without them (it did not follow then) the reference stays as it started."""
-        if "reference" in arrays:
-            self._put(combine(split(self.params)[0], arrays["reference"]))
+        if self.name in arrays:
+            self._put(combine(split(self.params)[0], arrays[self.name]))
             self.restored = True
 
     def _put(self, params: Params) -> None:

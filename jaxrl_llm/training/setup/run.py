@@ -32,7 +32,6 @@ from jaxrl_llm.training.evaluation.run import Evaluations
 from jaxrl_llm.training.images import check_kept
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 from jaxrl_llm.training.microbatch import BatchSpec
-from jaxrl_llm.training.mixed import MixedSource
 from jaxrl_llm.training.moments import schedules_further, schedules_scaled
 from jaxrl_llm.training.objectives.objective import Objective
 from jaxrl_llm.training.objectives.value import critic_params, value_regression
@@ -91,7 +90,7 @@ class Run(NamedTuple):
     model: Model
     critic: Model | None
     mesh: Mesh
-    source: OnlineSource | OfflineSource | MixedSource
+    source: OnlineSource | OfflineSource
     frozen: Frozen
     update: Update
     critic_alone: CriticAlone | None

@@ -380,7 +380,7 @@ def rendezvous_of(config) -> Rendezvous:
     return Rendezvous(folder, config.rollout.processes, c.rendezvous_seconds, c.heartbeat_seconds)
 
 
-def mixed_source(setup: Setup, online: OnlineSource, train_dataset: Any) -> OnlineSource | MixedSource:
+def mixed_source(setup: Setup, online: OnlineSource, train_dataset: Any) -> OnlineSource:
     """The source with batches of the data's rows between those of samples, where `teacher.on_policy` asks for them.
 
     A batch of given rows has as many rows, of the same width, as one of samples.
@@ -401,7 +401,7 @@ def mixed_source(setup: Setup, online: OnlineSource, train_dataset: Any) -> Onli
     assert not isinstance(learner.teacher, SelfTeacher)  # which has a context, and that is of samples alone
     cross = learner.context if isinstance(learner.context, CrossTokenizer) else None
     rows = replace(rows, spec=replace(rows.spec, width=width), teacher=learner.teacher, cross_tokenizer=cross)
-    return MixedSource(online, rows, config.teacher.on_policy, config.seed)
+    return MixedSource(**vars(online), offline=rows, on_policy=config.teacher.on_policy, seed=config.seed)
 
 
 def offline_source(

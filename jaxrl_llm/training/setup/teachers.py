@@ -59,8 +59,9 @@ def online_teacher(
     if specs.is_own_teacher(config):
         check_positions(model, length, cause)
         _check_top(config.teacher.top_k, model, config.teacher.path)
-        settings, lora = specs.self_reference(config), model.net.config.lora
-        copy = None if settings is None else Reference(start_reference(settings, model.params, lora), settings, lora)
+        settings, lora, copy = specs.self_reference(config), model.net.config.lora, None
+        if settings is not None:
+            copy = Reference(start_reference(settings, model.params, lora), settings, lora, name="teacher")
         teacher = SelfTeacher(specs.teacher_spec(config), model.net, mesh, copy)
     elif config.teacher.form == "uld":
         teacher, context = cross_tokenizer(config, model, mesh, width, longest, packed, sample_of)

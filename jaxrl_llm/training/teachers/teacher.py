@@ -82,10 +82,9 @@ class SelfTeacher:
 
     def arrays(self) -> dict[str, Any]:
         """The trees of arrays that a checkpoint holds, by name: the copy, if it follows the policy."""
-        held = {} if self.copy is None else self.copy.arrays()
-        return {"teacher": held["reference"]} if held else {}
+        return {} if self.copy is None else self.copy.arrays()
 
     def restore(self, arrays: dict[str, Any]) -> None:
         """Take up the trees of `arrays`; without them the copy stays as the run started."""
-        if self.copy is not None and "teacher" in arrays:
-            self.copy.restore({"reference": arrays["teacher"]})
+        if self.copy is not None:
+            self.copy.restore(arrays)
