@@ -294,10 +294,11 @@ def simpo(
 def alpha_reward(logps, alpha=0.25, **options) -> Array:
     """Returns `(1 - p^-alpha) / alpha` of mean log-probs per token, log p; log p itself where alpha is 0.
 
-    Other options of `alphapo` are accepted and not read.
+    Exponents are bounded above by 80, as those of `divergence_scores`. Other options of `alphapo` are accepted and not
+    read.
     """
     logps = as_float(logps)
-    return logps if alpha == 0 else -jnp.expm1(-alpha * logps) / alpha
+    return logps if alpha == 0 else -jnp.expm1(jnp.minimum(-alpha * logps, 80.0)) / alpha
 
 
 @declare(rows="pair", mean_logps=True, options={"nll_weight": 0.0}, reward=alpha_reward)

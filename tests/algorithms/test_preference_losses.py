@@ -296,6 +296,8 @@ def test_losses_far_from_the_reference_are_numbers():
     value, slope = jax.vmap(jax.value_and_grad(lambda x: discopop(x[None], -x[None], None, None, 1.0)[0]))(far)
     np.testing.assert_allclose(value, [2e4, 400.0, 0.0], rtol=1e-6, atol=1e-30)
     np.testing.assert_allclose(slope, [-2.0, -2.0, 0.0], rtol=1e-6, atol=1e-30)
+    unlikely = jax.value_and_grad(lambda c, r: alphapo(c, r, lengths=(c * 0 + 1, r * 0 + 1), alpha=1.0).sum(), (0, 1))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(unlikely(np.float32([-100.0]), np.float32([-95.0]))))
 
 
 def test_unknown_divergence():
