@@ -9,7 +9,7 @@ Tests are a column of the data set, each value in one of these forms, itself or 
 | `[{"input": "3\\n", "output": "6\\n"}, ...]` | what the program prints for a standard input |
 | `{"inputs": ["3\\n"], "outputs": ["6\\n"]}` | the same, also without the s (CodeContests) |
 | `{"fn_name": "f", "inputs": [[1]], "outputs": [2]}` | what a function returns for arguments |
-| `[{"fn_name": "f", "input": [1], "output": 2}, ...]` | the same (SYNTHETIC-1) |
+| `[{"fn_name": "f", "input": [1], "output": 2}, ...]` | the same (SYNTHETIC-1, also as its `test_cases`) |
 | `{"fn_name": "f", "inputs": ["[1, 2]\\n3"], "outputs": ["4"]}` | the same, in lines of JSON (LiveCodeBench) |
 
 A function may be a method of a class Solution. Values are compared as Python's `==` compares them, lists and tuples as
@@ -89,8 +89,9 @@ def code_tests(
     from network, files and other processes, there is a warning, or an error with `require_walls`.
 
     HumanEval's tests, which define `check(candidate)` and leave the call out, are called with the function that the
-    column `entry_point` names; LiveCodeBench's of the type functional call the `func_name` of the column `metadata`. A
-    program that is tested by calls of a function may use List, deque, math and the like (GIVEN) without importing them.
+    column `entry_point` names; LiveCodeBench's of the type functional call the `func_name` of `metadata`, a column or, in
+    DeepCoder's rows, an entry of each test. A program that is tested by calls of a function may use List, deque, math
+    and the like (GIVEN) without importing them.
     Raises RewardError: tests that have none of the forms of this module, a limit that is not above 0.
     """
     limits = Limits(seconds, memory_mb, processes, deadline=DEADLINE.get())
@@ -169,7 +170,11 @@ def _entry_point(columns: Mapping[str, Any], row: int) -> str | None:
     """The name of the function that a row asks for, in HumanEval's or LiveCodeBench's column."""
     if names := columns.get("entry_point"):
         return names[row]
-    metadata = (columns.get("metadata") or {row: None})[row]
+    return _func_name((columns.get("metadata") or {row: None})[row])
+
+
+def _func_name(metadata: Any) -> str | None:
+    """The name of the function in LiveCodeBench's metadata, of a row or of a test."""
     with contextlib.suppress(ValueError):
         metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
     return metadata.get("func_name") if isinstance(metadata, dict) else None
@@ -190,6 +195,8 @@ def _parse(row: int, tests: Any, name: str | None = None) -> list[Any]:
             )
         return [f"{tests}\n\ncheck({name})\n"]
     if isinstance(tests, dict):
+        tests = tests.get("test_cases") or tests
+    if isinstance(tests, dict):
         inputs, outputs = (tests.get(f"{key}s", tests.get(key)) for key in KEYS)  # without the s in CodeContests
         if isinstance(inputs, (list, tuple)) and isinstance(outputs, (list, tuple)) and len(inputs) == len(outputs):
             tests = [{**tests, "input": given, "output": result} for given, result in zip(inputs, outputs, strict=True)]
@@ -198,7 +205,7 @@ def _parse(row: int, tests: Any, name: str | None = None) -> list[Any]:
             return list(tests)
         if all(isinstance(test, dict) and test.keys() >= set(KEYS) for test in tests):
             of_calls = [test.get("fn_name") or test.get("testtype") == "functional" for test in tests]
-            names = [test.get("fn_name") or name or "" for test in tests]
+            names = [test.get("fn_name") or _func_name(test.get("metadata")) or name or "" for test in tests]
             if not any(of_calls):
                 return [(_as_text(test["input"]), _as_text(test["output"])) for test in tests]
             if all(of_calls) and all(names):
@@ -206,7 +213,7 @@ def _parse(row: int, tests: Any, name: str | None = None) -> list[Any]:
     raise RewardError(
         f"code_tests cannot read the tests of row {row}: {shorten(tests)}; they are Python code, a list of it, a list "
         "of {'input', 'output'}, or {'inputs', 'outputs'} of equal length; all of them, or none, call a function that "
-        "'fn_name' or, with the testtype functional, the column metadata names"
+        "'fn_name' or, with the testtype functional, their metadata or the column of that name names"
     )
 
 

@@ -207,8 +207,12 @@ def test_calls_of_humaneval_and_livecodebench():
     programs = ["class Solution:\n    def g(self, a, b): return sum(a) + b", "def g(a, b): return 7"]
     functional = json.dumps([{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}])
     assert code_tests(programs, [functional] * 2, metadata=['{"func_name": "g"}'] * 2) == [1.0, 0.0]
-    with pytest.raises(RewardError, match="or, with the testtype functional, the column metadata names"):
+    with pytest.raises(RewardError, match="or, with the testtype functional, their metadata or the column of that"):
         code_tests(programs, [functional] * 2)
+    of_deepcoder = [{**test, "metadata": {"func_name": "g"}} for test in json.loads(functional)]
+    assert code_tests(programs, [json.dumps(of_deepcoder)] * 2) == [1.0, 0.0]
+    of_synthetic = {"language": "python", "test_cases": [{"fn_name": "g", "input": [[1, 2], 3], "output": 6}]}
+    assert code_tests(programs, [of_synthetic] * 2) == [1.0, 0.0]
     # Starter code of LeetCode's kind, which is judged with these names; plain Python has none of them.
     starter = "class Solution:\n    def g(self, a: List[int]) -> Optional[int]:\n        return "
     programs = [
