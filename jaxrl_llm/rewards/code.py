@@ -89,9 +89,9 @@ def code_tests(
     from network, files and other processes, there is a warning, or an error with `require_walls`.
 
     HumanEval's tests, which define `check(candidate)` and leave the call out, are called with the function that the
-    column `entry_point` names; LiveCodeBench's of the type functional call the `func_name` of `metadata`, a column or, in
-    DeepCoder's rows, an entry of each test. A program that is tested by calls of a function may use List, deque, math
-    and the like (GIVEN) without importing them.
+    column `entry_point` names; LiveCodeBench's of the type functional call the `func_name` of `metadata`, a column or,
+    in DeepCoder's rows, an entry of each test. A program that is tested by calls of a function may use List, deque,
+    math and the like (GIVEN) without importing them.
     Raises RewardError: tests that have none of the forms of this module, a limit that is not above 0.
     """
     limits = Limits(seconds, memory_mb, processes, deadline=DEADLINE.get())
