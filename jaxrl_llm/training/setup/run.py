@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows, with_correction
 from jaxrl_llm.config.checks.contradictions import check_own_functions
+from jaxrl_llm.config.checks.values import in_use
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed.sharding import has_host_memory, on_host, row_shards
@@ -71,6 +72,11 @@ from jaxrl_llm.training.update import (
     split_critic,
     unchanged,
 )
+
+OFFLOADS = (  # settings that keep arrays in the host's memory
+    "model.offload", "optimizer.offload", "critic.offload", "critic.offload_optimizer", "teacher.offload",
+    "average.offload", "algorithm.offload_reference",
+)  # fmt: skip
 
 
 class CriticAlone(NamedTuple):
@@ -230,18 +236,13 @@ def assembled(setup: Setup, critic: Model | None, data: RunData, given: Given) -
 def offloaded(config, model: Model, critic: Model | None) -> tuple[Model, Model | None]:
     """The model and the critic, in the host's memory where their settings say so.
 
-    Raises ConfigError where a setting, the average's too, says so on devices that cannot read that.
+    Raises ConfigError for any of OFFLOADS on devices that cannot read that memory.
     """
-    for name, offload in (
-        ("model", config.model.offload),
-        ("critic", critic is not None and config.critic.offload),
-        ("average", config.average.offload),
-    ):
-        if offload and not has_host_memory():
-            raise ConfigError(
-                f"{name}.offload is true, but the memory of a {jax.default_backend()} here has no part in the host's "
-                "(pinned_host): set it to false, and shard the parameters over more devices (mesh.fsdp)"
-            )
+    for key, _ in in_use(config, () if has_host_memory() else OFFLOADS):
+        raise ConfigError(
+            f"{key} is true, but the memory of a {jax.default_backend()} here has no part in the host's (pinned_host): "
+            "set it to false, and shard the parameters over more devices (mesh.fsdp)"
+        )
     if config.model.offload:
         model = replace(model, params=on_host(model.params))
     if critic is not None and specs.critic_update_spec(config).offload_params:

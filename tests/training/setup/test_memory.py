@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.config import ConfigError, assign, default
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import bytes_on_device, make_mesh, over
 from jaxrl_llm.models.model import describe, load_model
@@ -226,3 +226,13 @@ def test_rows_of_a_micro_batch_that_are_not_packed(model):
     assert memory.fitting_rows(None, net, 24, width, 4, 2) == 0
     balanced = dataclasses.replace(net, experts=4, experts_per_token=2, expert_ffn=8, router_aux_loss_coef=0.1)
     assert memory.fitting_rows(1e6, balanced, 24, width, 4, 2) == 0
+
+
+@pytest.mark.parametrize("key", run_setup.OFFLOADS)
+def test_offloading_needs_memory_of_the_host(monkeypatch, key):
+    config = default()
+    assign(config, key, True)
+    assert run_setup.offloaded(default(), None, None) == (None, None)
+    monkeypatch.setattr(run_setup, "has_host_memory", lambda: False)
+    with pytest.raises(ConfigError, match=f"{key} is true, but the memory of a cpu here has no part in the host's"):
+        run_setup.offloaded(config, None, None)
