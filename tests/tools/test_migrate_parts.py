@@ -37,7 +37,8 @@ def moved(tmp_path):
         (MORE | {"train_on_eot": "last"}, MORE, ""),
         ({"roles_to_train": None, "train_on_eos": None}, {"roles_to_train": None, "train_on_eos": None}, ""),
         ({"train_on_eot": "all"}, {}, "train_on_eot = all is left out"),
-        ({"split_thinking": True}, {}, "split_thinking = True has no equivalent for sft"),
+        ({"split_thinking": True, "field_tools": "f"}, {"split_thinking": True, "field_tools": "f"}, ""),
+        ({"split_thinking": False, "field_tools": "tools"}, {}, ""),
     ],
 )
 def test_conversations_of_axolotl(moved, said, options, noted):

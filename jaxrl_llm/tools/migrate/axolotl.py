@@ -19,8 +19,13 @@ FEWER_BITS = {"int8": "int8", "int4": "int4", **dict.fromkeys(("fp8", "float8", 
 ROWS = r"\[\d*(:\d*)?\]$"  # of a matrix, behind a pattern
 CHAT = (  # options of the format chat_template
     "field_messages", "field_system", "message_property_mappings", "roles", "roles_to_train", "train_on_eos",
-    "message_field_training", "message_field_training_detail", "drop_system_message",
+    "message_field_training", "message_field_training_detail", "drop_system_message", "field_tools", "field_thinking",
+    "template_thinking_key", "split_thinking",
 )  # fmt: skip
+CHAT_DEFAULTS = {
+    "field_messages": "messages", "roles_to_train": ["assistant"], "train_on_eos": "turn", "field_tools": "tools",
+    "field_thinking": "reasoning_content", "template_thinking_key": "reasoning_content", "split_thinking": False,
+}  # fmt: skip
 OVERLONG = {"drop": "filter", "truncate": "truncate_right", "raise": "error"}
 OF_STEPS = ("step_separator", "train_on_last_step_only", "max_completion_length")  # said by data sets of steps
 ONE_CYCLE = 25.0, 1e4  # of torch: the peak is so many times the first rate, and that so many times the last
@@ -440,7 +445,7 @@ def _chat(draft: Draft, source: dict[str, Any], dataset: dict[str, Any], key: st
         )
     if source.get("chat_template") == "tokenizer_default":
         del source["chat_template"]
-    for name, usual in (("field_messages", "messages"), ("roles_to_train", ["assistant"]), ("train_on_eos", "turn")):
+    for name, usual in CHAT_DEFAULTS.items():
         if source.get(name) == usual:
             del source[name]
     # With neither, the last message alone is learned.
