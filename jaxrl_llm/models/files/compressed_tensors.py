@@ -41,6 +41,8 @@ BESIDE = {f"weight_{end}" for end in OF_MATRICES} | {
 
 def check(entry: dict[str, Any]) -> None:
     """Raises ConfigError for a quantization_config of matrices that are stored in another way, or are other ones."""
+    if not isinstance(groups := entry.get("config_groups") or {}, dict):
+        refuse("config_groups of quantization_config", groups, "an object")
     for owner in (entry, *_groups(entry)):
         if owner.get("format") not in (None, *FORMATS):
             refuse("format of quantization_config", owner["format"], ", ".join(FORMATS))
@@ -51,9 +53,9 @@ def check(entry: dict[str, Any]) -> None:
 
 
 def _groups(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """The config_groups whose matrices are quantised."""
+    """The config_groups that say how their matrices are quantised; others are a name for it, and have only targets."""
     groups = (entry.get("config_groups") or {}).values()
-    return [group for group in groups if isinstance(group, dict) and group.get("weights")]
+    return [group for group in groups if isinstance(group, dict) and isinstance(group.get("weights"), dict)]
 
 
 def with_matrices(where: dict[str, Any], files: dict[str, Path], entry: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +67,8 @@ def with_matrices(where: dict[str, Any], files: dict[str, Path], entry: dict[str
     tensor = opener(where, files)
     settings = [group["weights"] for group in _groups(entry)]
     usual = [(1, size) for weights in settings if (size := weights.get("group_size") or 0) > 0]
-    usual += [tuple(weights["block_structure"]) for weights in settings if weights.get("block_structure")]
+    blocks = [block for weights in settings if (block := weights.get("block_structure"))]
+    usual += [tuple(map(int, block.split("x") if isinstance(block, str) else block)) for block in blocks]
     said = f"group_size and block_structure of config.json: {usual}"
     is_ordered = bool(settings) and all(weights.get("actorder") in ("group", "dynamic", True) for weights in settings)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.families.entries import refuse
+from jaxrl_llm.models.families.entries import computed, refuse
 from jaxrl_llm.models.files.scaled import Packed, Transposed, blocked
 
 BITS = (2, 4, 8)
@@ -29,16 +29,18 @@ def check(entry: dict[str, Any]) -> None:
     bits = BITS if method == "gptq" else (4,)
     if entry.get("bits", 4) not in bits:
         refuse(f"bits of quantization_config, of {method},", entry["bits"], ", ".join(map(str, bits)))
-    for name in ("format", "checkpoint_format", "version"):  # as GPTQModel, AutoGPTQ and AutoAWQ call it
-        given = entry.get(name)
-        if given is not None and str(given).lower() not in FORMATS[method]:
-            refuse(f"{name} of quantization_config, of {method},", given, ", ".join(FORMATS[method]))
-    others = {"is_marlin_format": False, "pack_dtype": "int32"}
-    for name, value in others.items():
-        if entry.get(name, value) != value:
-            refuse(f"{name} of quantization_config", entry[name], str(value))
+    for name, given in _formats(entry).items():
+        if given not in FORMATS[method]:
+            refuse(f"{name} of quantization_config, of {method},", entry[name], ", ".join(FORMATS[method]))
+    computed(entry, {"is_marlin_format": False, "pack_dtype": "int32"}, "quantization_config.")
     if entry.get("backend") == "llm-awq":
-        refuse("backend of quantization_config", "llm-awq", "autoawq")
+        refuse("quantization_config.backend", "llm-awq", "autoawq")
+
+
+def _formats(entry: dict[str, Any]) -> dict[str, str]:
+    """The names of the format that a quantization_config has, by GPTQModel's, AutoGPTQ's and AutoAWQ's word for it."""
+    names = ("format", "checkpoint_format", "version")
+    return {name: str(entry[name]).lower() for name in names if entry.get(name) is not None}
 
 
 def with_matrices(where: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def with_matrices(where: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any
     allowed = BITS if is_gptq else (4,)
     size = entry.get("group_size")
     # In format v1, a word is less by one for each of its zero points, with a borrow where one of them is 0.
-    is_less = is_gptq and "gptq_v2" not in (entry.get("format"), entry.get("checkpoint_format"))
+    is_less = is_gptq and "gptq_v2" not in _formats(entry).values()
     for name in where:
         module = name.removesuffix("qweight")
         if module == name:
@@ -66,11 +68,11 @@ def with_matrices(where: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any
         bits = next((n for n in allowed if zeros.get_shape() == [outputs * n // 32, count]), 0)
         inputs = codes.get_shape()[-1] * 32 // bits if is_gptq and bits else codes.get_shape()[-1]
         of_codes = [outputs, inputs * bits // 32] if is_gptq else [outputs * bits // 32, inputs]
-        if not bits or codes.get_shape() != of_codes:
-            shapes = ", ".join(str(part.get_shape()[::-1]) for part in (codes, scales, zeros))
+        if not bits or codes.get_shape() != of_codes or {codes.get_dtype(), zeros.get_dtype()} != {"I32"}:
+            shapes = ", ".join(f"{part.get_dtype()} {part.get_shape()[::-1]}" for part in (codes, scales, zeros))
             raise ConfigError(
-                f"tensors {', '.join(parts)} have shapes {shapes}, which are those of no matrix of "
-                f"{' or '.join(map(str, allowed))} bits"
+                f"tensors {', '.join(parts)} are {shapes}, which is no matrix of {' or '.join(map(str, allowed))} bits "
+                "in words of 32"
             )
         groups = None
         if order in where:

@@ -24,7 +24,7 @@ GROUP = 16
 KINDS = {
     "gptq": ("gptq", 4, False, {"checkpoint_format": "gptq"}),
     "gptq ordered": ("gptq", 4, True, {"desc_act": True, "sym": False}),
-    "gptq_v2": ("gptq", 4, True, {"format": "gptq_v2"}),
+    "gptq_v2": ("gptq", 4, True, {"format": "GPTQ_V2"}),
     "gptq of 8 bits": ("gptq", 8, False, {"dynamic": {"+:.*q_proj": {"bits": 8}}}),
     "gptq of 2 bits": ("gptq", 2, False, {"sym": False}),
     "awq": ("awq", 4, False, {"version": "gemm", "zero_point": True}),
@@ -58,7 +58,7 @@ def stored(module, matrix, kind, draw):
     if method == "awq":
         words = {"qweight": in_words(codes.T, 4, AWQ_ORDER), "qzeros": in_words(zeros.T, 4, AWQ_ORDER)}
     else:
-        less = entry.get("format") != "gptq_v2"
+        less = entry.get("format") != "GPTQ_V2"
         words = {"qweight": in_words(codes, bits).T, "qzeros": in_words(zeros.T, bits, less=less)}
         words |= {"g_idx": order.astype(np.int32)}
     tensors = {f"{module}.{part}": np.ascontiguousarray(x) for part, x in (words | {"scales": scales.T}).items()}
@@ -154,11 +154,11 @@ def test_biases_of_zeros_are_none(tmp_path):
         (lambda x: x.pop("x.g_idx"), "lacks tensors that belong to x.weight: x.g_idx"),
         (
             lambda x: x.update({"x.qzeros": np.tile(x["x.qzeros"], (1, 3))[:, :3]}),
-            r"shapes \[4, 16\], \[2, 16\], \[2, 3\], .* 2 or 4 or 8",
+            r"are I32 \[4, 16\], F16 \[2, 16\], I32 \[2, 3\], .* 2 or 4 or 8",
         ),
         (
             lambda x: x.update({"x.qweight": x["x.qweight"][:, :8]}),
-            r"shapes \[4, 8\], \[2, 16\], \[2, 2\], .* no matrix",
+            r"are I32 \[4, 8\], F16 \[2, 16\], I32 \[2, 2\], which is no",
         ),
         (lambda x: x.update({"x.g_idx": x["x.g_idx"] + 1}), "x.g_idx names no group, of 2, for each of 32 inputs"),
         (lambda x: x.update({"x.g_idx": x["x.g_idx"][:8]}), "x.g_idx names no group, of 2, for each of 32 inputs"),
@@ -178,10 +178,10 @@ def test_what_does_not_belong_together_is_refused(tmp_path, changed, message):
     [
         ({"bits": 3}, "bits of quantization_config, of gptq, = 3 is not supported; supported: 2, 4, 8"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format .*, of gptq, = 'marlin' .* gptq, gptq_v2"),
-        ({"is_marlin_format": True}, "is_marlin_format of quantization_config = True"),
+        ({"is_marlin_format": True}, "quantization_config.is_marlin_format = True"),
         ({"quant_method": "awq", "bits": 8}, "bits of quantization_config, of awq, = 8 .* supported: 4"),
         ({"quant_method": "awq", "version": "gemv"}, "version .*, of awq, = 'gemv' .* supported: gemm"),
-        ({"quant_method": "awq", "backend": "llm-awq"}, "backend of quantization_config = 'llm-awq'"),
+        ({"quant_method": "awq", "backend": "llm-awq"}, "quantization_config.backend = 'llm-awq'"),
         ({"quant_method": "aqlm"}, "quant_method .* = 'aqlm' .* gptq, awq, bitsandbytes, compressed-tensors, fp8"),
     ],
 )
