@@ -9,11 +9,11 @@ and further ones while nobody waits for another.
 """
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
@@ -61,7 +61,7 @@ class RequestQueue:
         self._running = Running(engine, self._weights, size, mesh, prefix_bytes, self.counts)
         self._condition = threading.Condition()
         self._waiting: deque[Handle] = deque()
-        self._calls: deque[tuple[Callable[[], Any], Callable[[BaseException | None], None]]] = deque()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._cancelled: list[Handle] = []
         self._stopping = self._ended = False
         self.failure: BaseException | None = None
@@ -126,33 +126,23 @@ class RequestQueue:
             self._running.let_go()
             self._waiting.clear()
 
-    def call(self, call: Callable[[], Any], done: Callable[[BaseException | None], None]) -> None:
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
         """Has the queue's thread, which owns the devices, call a function between two chunks.
 
-        `done` gets what it raised, or None; where the queue ends before, StoppedError or its failure.
+        The future has what it returns or raises; where the queue ends before, StoppedError or its failure.
         """
+        future: Future[Any] = Future()
         with self._condition:
-            if not self._ended:
-                self._calls.append((call, done))
+            if self._ended:
+                future.set_exception(self.failure or StoppedError("the queue has stopped"))
+            else:
+                self._calls.append((function, future))
                 self._condition.notify()
-                return
-        done(self.failure or StoppedError("the queue has stopped"))
+        return future
 
-    async def called(self, call: Callable[[], Any]) -> Any:
+    async def called(self, function: Callable[[], Any]) -> Any:
         """What a function returns that `call` has called, or raises what it raises; for coroutines."""
-        loop, found = asyncio.get_running_loop(), []
-        future: asyncio.Future[Any] = loop.create_future()
-
-        def tell(error: BaseException | None) -> None:
-            if not future.done():
-                future.set_result(found[0]) if error is None else future.set_exception(error)
-
-        def done(error: BaseException | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
-                loop.call_soon_threadsafe(tell, error)
-
-        self.call(lambda: found.append(call()), done)
-        return await future
+        return await asyncio.wrap_future(self.call(function))
 
     def forget_adapter(self, name: str) -> bool:
         """Lets an adapter go unless it is in use; True where it did. For functions that `call` has called."""
@@ -196,8 +186,9 @@ class RequestQueue:
         finally:
             with self._condition:
                 self._ended = True
-            for _, done in self._calls:  # who waits for a call would wait for ever
-                done(self.failure or StoppedError("the queue has stopped"))
+            for _, future in self._calls:  # who waits for a call would wait for ever
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(self.failure or StoppedError("the queue has stopped"))
 
     def _loop(self) -> None:
         running = self._running
@@ -231,13 +222,12 @@ class RequestQueue:
             cancelled, self._cancelled = set(self._cancelled), []
             calls = list(self._calls)
             self._calls.clear()
-        for call, done in calls:
-            failed = None
-            try:
-                call()
-            except Exception as error:
-                failed = error
-            done(failed)
+        for function, future in calls:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as error:
+                    future.set_exception(error)
         # By the rows, as the slot of a handle that has ended may be another row's by now, or beyond a grid that shrank.
         running.end([slot for slot, handle in enumerate(running.rows) if handle in cancelled])
         with self._condition:

@@ -116,7 +116,7 @@ async def server_info(server: Server, request: Request) -> Response:
 
 async def reset_prefix_cache(server: Server, request: Request) -> Response:
     """Forgets the texts that are kept; new weights do so by themselves."""
-    server.queue.call(server.queue.clear_prefixes, lambda error: None)
+    await server.queue.called(server.queue.clear_prefixes)
     return JSONResponse({"success": True, "message": "no texts are kept"})
 
 

@@ -1,7 +1,5 @@
 """Kept texts: a request that goes on with one is answered as without, and computes less."""
 
-import threading
-
 import httpx
 import jax
 import numpy as np
@@ -60,10 +58,8 @@ def test_a_second_turn(model):
     assert counts.prefix_hits == 1 and counts.prefix_tokens == 80 + 11  # the last token was never read
     third = ask(queue, RowRequest([*second[:-1], 1], 2, SamplingParams(), (), 3))[0]
     assert len(third.wait()) == 2 and third.handle.cached == len(second) - 1 and counts.prefix_hits == 2
-    done = threading.Event()
     halved = jax.tree.map(lambda x: x * 0.5, model.params)
-    queue.call(lambda: queue.replace(halved), lambda error: done.set())
-    assert done.wait(60)
+    queue.call(lambda: queue.replace(halved)).result(60)
     (row,) = ask(queue, RowRequest(second, 5, SamplingParams(), (), 5))
     assert len(row.wait()) == 5 and counts.prefix_hits == 2 and row.handle.cached == 0
     for each in (queue, plain):
@@ -83,7 +79,7 @@ def test_a_row_of_an_adapter_that_was_replaced_is_not_kept(model):
 
         def delivered(tokens, deliver=deliver, replacing=replacing):
             if replacing:  # between its first chunk and its second
-                queue.call(replacing.pop(), lambda error: None)
+                queue.call(replacing.pop())
             deliver(tokens)
 
         row.handle.deliver = delivered

@@ -2,7 +2,6 @@
 
 import dataclasses
 import threading
-from queue import SimpleQueue
 
 import jax
 import numpy as np
@@ -317,10 +316,9 @@ def test_new_parameters_count_from_the_next_chunk(queue, model):
     request = RowRequest(ids, 6, SamplingParams(0.0), (), 0)
     (before,) = ask(queue, request)
     before.wait()
-    done = threading.Event()
     halved = jax.tree.map(lambda x: x * 0.5, model.params)
-    queue.call(lambda: queue.replace(halved), lambda error: done.set())
-    assert done.wait(60) and queue.counts.weight_version == 1
+    queue.call(lambda: queue.replace(halved)).result(60)
+    assert queue.counts.weight_version == 1
     (after,) = ask(queue, request)
     assert after.wait() != before.ids
 
@@ -331,14 +329,12 @@ def test_parameters_that_cannot_be_placed_change_nothing(queue, model):
     request = RowRequest(ids, 6, SamplingParams(0.0), (), 0)
     (before,) = ask(queue, request)
     before.wait()
-    told: SimpleQueue = SimpleQueue()
-    queue.call(lambda: queue.replace({"embed": None}), told.put)
-    assert told.get(timeout=60) is not None and queue.counts.weight_version == 0
+    assert queue.call(lambda: queue.replace({"embed": None})).exception(60) is not None
+    assert queue.counts.weight_version == 0
     (after,) = ask(queue, request)
     assert after.wait() == before.ids
     queue.stop(60)
-    queue.call(lambda: queue.replace(model.params), told.put)
-    assert isinstance(told.get(timeout=60), StoppedError)
+    assert isinstance(queue.call(lambda: queue.replace(model.params)).exception(60), StoppedError)
 
 
 @pytest.mark.slow
@@ -413,9 +409,7 @@ def test_a_failure_is_given_to_every_row(queue, monkeypatch):
         assert row.done.wait(60) and isinstance(row.error, RuntimeError)
     with pytest.raises(StoppedError, match="a bug"):
         ask(queue, rows[0].handle.request)
-    told: SimpleQueue = SimpleQueue()
-    queue.call(queue.clear_prefixes, told.put)
-    assert isinstance(told.get(timeout=60), RuntimeError)
+    assert isinstance(queue.call(queue.clear_prefixes).exception(60), RuntimeError)
     queue.failure = None  # which the fixture looks at
 
 

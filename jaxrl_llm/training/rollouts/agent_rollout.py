@@ -12,8 +12,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from queue import SimpleQueue
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -278,7 +277,7 @@ class AgentRollout:
             finally:
                 for session in sessions:
                     gateway.end(session, "the step is over")
-                _call(gateway.queue, gateway.queue.release)
+                gateway.queue.call(gateway.queue.release).result()
             if refused := gateway.queue.counts.refused_rows - refused:  # which is no failure of an agent
                 raise EpisodeError(
                     f"{refused} completions of agents were not sampled, as the error above says; where there was no "
@@ -326,7 +325,7 @@ class AgentRollout:
 
         if self.gateway is not None:
             queue = self.gateway.queue
-            _call(queue, lambda: queue.replace(params))
+            queue.call(lambda: queue.replace(params)).result()
             return self.gateway
         # Requests bring their sampling, and agents wait for the end of a chunk.
         engine = dataclasses.replace(
@@ -368,14 +367,6 @@ def _joined(images: Sequence[Tiles]) -> Tiles | None:
     held = tuple(image for tiles in images for image in tiles.images)
     alike = all(tiles.processor is images[0].processor for tiles in images)
     return Tiles(held, images[0].processor, sum(map(len, images)), () if alike else tuple(images))
-
-
-def _call(queue: RequestQueue, function: Callable[[], None]) -> None:
-    """Returns when the queue's thread has called the function; raises what that raised, or what ended the thread."""
-    errors: SimpleQueue[BaseException | None] = SimpleQueue()
-    queue.call(function, errors.put)
-    if (error := errors.get()) is not None:
-        raise error
 
 
 def _total(reward: Reward) -> float:
