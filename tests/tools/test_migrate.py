@@ -2435,6 +2435,16 @@ def test_what_public_examples_often_have(tmp_path):
     expect(config, lora={"targets": ("q_proj", "v_proj")}, data={"chat_template": "{{ messages }}"})
 
 
+def test_bounds_that_a_trl_script_takes_away(tmp_path):
+    """None is no clipping there, where the defaults have some."""
+    none = {"max_grad_norm": None, "use_vllm": True, "vllm_importance_sampling_clip_max": None}
+    said = {"output_dir": "o", "max_steps": 4, "model_name_or_path": "m", **none}
+    config, _ = migrate(written(tmp_path, "a.json", said), trainer="grpo", devices=1)
+    expect(config, optimizer={"max_grad_norm": 0.0}, algorithm={"importance_max": 1e9})
+    config, _ = migrate(written(tmp_path, "a.json", {"output_dir": "o", "use_vllm": True}), trainer="grpo", devices=1)
+    expect(config, optimizer={"max_grad_norm": 1.0}, algorithm={"importance_max": 3.0})
+
+
 def test_the_load_balancing_loss_of_trl(tmp_path):
     """TRL 1.16 takes the coefficient of config.json in the trainers that have a key for it, else none."""
 

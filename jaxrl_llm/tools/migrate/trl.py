@@ -59,9 +59,11 @@ def apply(draft: Draft, trainer: str, options: Options) -> Draft:
         draft.use("num_processes", "num_machines")
     else:
         draft.check("one device is assumed: TRL counts batches per device, so add --devices=N if there were more")
-    balanced = draft.source.library == "trl" and trainer in BALANCED and options.version != "0.16"
-    if balanced and not draft.sets(key := "router_aux_loss_coef"):
-        draft.set_none("model.router_aux_loss_coef", key)
+    if draft.source.library == "trl":
+        if draft.sets(key := "max_grad_norm") and draft.get(key) is None:
+            draft.set("optimizer.max_grad_norm", 0.0, key)
+        if trainer in BALANCED and options.version != "0.16" and not draft.sets(key := "router_aux_loss_coef"):
+            draft.set_none("model.router_aux_loss_coef", key)
     updates = RULES[trainer](draft, trainer, devices or 1)
     trl_run.length(draft, trainer, updates, options)
     if draft.sets("BEMACallback"):

@@ -59,7 +59,7 @@ def grpo(draft: Draft, trainer: str, devices: int) -> int:
             mode = mode.replace("sequence", "token")
         draft.set("algorithm.importance_correction", mode, *keys)
         bounds = ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
-        draft.set("algorithm.importance_max", draft.first(*bounds), *bounds)
+        draft.set("algorithm.importance_max", draft.first(*bounds, default=1e9), *bounds)  # None is no bound there
         low = "vllm_importance_sampling_clip_min"
         draft.set("algorithm.importance_min", draft.get(low), low)
     return updates
