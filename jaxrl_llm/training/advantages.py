@@ -4,7 +4,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -97,13 +97,14 @@ class Advantages(NamedTuple):
     baselines: jax.Array | None = None  # [R] of roles after these rows, of a rule that keeps them
 
 
-class Rule(NamedTuple):
+@dataclass(frozen=True)
+class Rule:
     """An advantage rule with its options, the name that they have in a configuration, and the setting of that name."""
 
     setting: str
     name: str
     function: Callable[..., jax.Array]
-    options: tuple[tuple[str, Any], ...]
+    options: Mapping[str, Any] = field(compare=False)  # the name says them; lists, which some are, have no hash
 
     def asks_for(self, name: str) -> bool:
         """True when the rule has an argument `name`."""
@@ -116,7 +117,7 @@ class Rule(NamedTuple):
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
         """The rule's advantages, or a pair with its returns or baselines, of those of the inputs that it asks for."""
-        return self.function(**{name: inputs[name] for name in inputs if self.asks_for(name)}, **dict(self.options))
+        return self.function(**{name: inputs[name] for name in inputs if self.asks_for(name)}, **self.options)
 
 
 @dataclass(frozen=True)
@@ -357,14 +358,14 @@ def advantage_step(spec: AdvantageSpec, reward_names: tuple[str, ...]) -> Advant
     the settings add to rewards, or one of an environment that keeps baselines of roles.
     """
     function, options = advantage_rule(spec.advantage)
-    rules = [Rule("algorithm.advantage", spec.advantage, function, tuple(options.items()))]
+    rules = [Rule("algorithm.advantage", spec.advantage, function, options)]
     for environment, name in spec.of_environments:
         setting = f"environment.options: advantage of {environment}"
         try:
             function, options = advantage_rule(name)
         except ConfigError as error:
             raise ConfigError(f"{setting}: {error}") from error
-        rules.append(Rule(setting, name, function, tuple(options.items())))
+        rules.append(Rule(setting, name, function, options))
         if rules[-1].asks_for("baselines"):
             raise ConfigError(
                 f"{setting} is {name!r}, which keeps a baseline of each role from step to step, whatever environment "

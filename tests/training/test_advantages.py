@@ -475,11 +475,14 @@ def test_a_rule_of_the_users_own(tmp_path):
         "def by_case(scores):\n    return scores if scores.max() > 0 else -scores\n"
         "def above(scores):\n    return scores - 1\n"
         "def everywhere(scores, mask):\n    return (scores[:, None] - 1) / mask\n"
+        "def weighed(scores, factors):\n    return scores * jax.numpy.array(factors)\nimport jax\n"
     )
     with pytest.raises(ConfigError, match=r"mine\.py:total'.* shape \(\), but it must return one number for each of 4"):
         advantages_of([1, 0, 2, 1], advantage=f"{tmp_path}/mine.py:total")
     result = advantages_of([1, 0, 2, 1], advantage=f"{tmp_path}/mine.py:centred(power=2)")
     np.testing.assert_allclose(rows_of(result), np.array([0, -1, 1, 0]) / LENGTHS**2, rtol=1e-5)
+    result = advantages_of([1, 0, 2, 1], advantage=f"{tmp_path}/mine.py:weighed(factors=[1, 2, 3, 4])")
+    np.testing.assert_array_equal(rows_of(result), [1, 0, 6, 4])
     for name in ("of_numbers", "by_case"):
         with pytest.raises(ConfigError, match=rf"algorithm.advantage is .*mine\.py:{name}'.* compute with jax.numpy"):
             step_of(configured(advantage=f"{tmp_path}/mine.py:{name}"))
