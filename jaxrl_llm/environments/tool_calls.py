@@ -41,6 +41,8 @@ UNFINISHED = re.compile(
 OPENING = re.compile("|".join([*map(re.escape, MARKS), TO_TOOL]))
 BEGINNING = re.compile("|".join([*map(re.escape, THINKING), OPENING.pattern]))
 LONGEST_MARK = 64  # characters, of a header of Harmony too
+BEGINNINGS = {mark[:size] for mark in (*MARKS, *THINKING, "<|start|>", "<|channel|>") for size in range(1, len(mark))}
+LONGEST_BEGINNING = max(map(len, BEGINNINGS))
 DEEPEST = 64  # objects and lists within one another
 
 # One call, by which a chat template shows its form.
@@ -146,13 +148,8 @@ class CallStart:
     @staticmethod
     def _before_partial_mark(text: str) -> int:
         """The characters before the beginning of a mark that a text ends with, all where it ends with none."""
-        sizes = (
-            size
-            for mark in (*MARKS, *THINKING, "<|start|>", "<|channel|>")
-            for size in range(min(len(mark) - 1, len(text)), 0, -1)
-            if text.endswith(mark[:size])
-        )
-        return len(text) - max(sizes, default=0)
+        sizes = range(min(LONGEST_BEGINNING, len(text)), 0, -1)
+        return len(text) - next((size for size in sizes if text[-size:] in BEGINNINGS), 0)
 
 
 def _marked(text: str, position: int, parameters: Parameters) -> TurnCalls:
