@@ -230,7 +230,8 @@ KEYS = (
     Setting("data.cache", "auto",
         "Folder for tokenised rows, which later runs reuse; auto is $JAXRL_LLM_CACHE or ~/.cache/jaxrl_llm, for files "
         "and hub data of 10000 rows or more whose format is not your own; `none` is off."),
-    Setting("data.split", "train", "Split to train on."),
+    Setting("data.split", "train",
+        "Split to train on, or parts of splits, `train[:10%]`; rows given in Python are one split, whatever its name."),
     Setting("data.eval_path", None, "Data set to evaluate on; none is data.path."),
     Setting("data.eval_split", None,
         "Split to evaluate on; none is test, the only split of a data.eval_path without it and, where the data that is "
