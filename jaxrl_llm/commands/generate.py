@@ -218,6 +218,10 @@ def prompt_rows(
             raise ConfigError(f"{name} has {len(given)} entries for {len(prompts)} prompts; give {kind} for each")
     reader, rows = ImageReader(model.tokenizer), []
     for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, str) and not is_conversational(prompt):
+            raise ConfigError(
+                f"prompt {number} is {prompt!r:.200}; it takes a text, or a list of messages with role and content"
+            )
         given = {} if images is None or not images[number] else {IMAGES: images[number]}
         rendered, found = reader.read({"prompt": prompt, **given}, ("prompt",))
         options = template_options({} if columns is None else columns[number])
