@@ -274,9 +274,15 @@ def _place(config: ConfigDict, name: str, value: Any) -> None:
     config[leaf] = value
 
 
-def spec_of(kind: Any, section: ConfigDict, /, **others: Any) -> Any:
-    """The dataclass `kind` of which fields are settings of `section` by the same name, but for those in `others`."""
-    return kind(**{field.name: section[field.name] for field in fields(kind) if field.name in section} | others)
+def spec_of(kind: Any, section: ConfigDict, /, base: Any = None, **others: Any) -> Any:
+    """The dataclass `kind` of which fields are settings of `section` by the same name, but for those in `others`.
+
+    Settings that are none, and fields that are no settings, are those of `base`, if there is one.
+    """
+    own = {field.name: section[field.name] for field in fields(kind) if field.name in section}
+    if base is not None:
+        own = vars(base) | {name: value for name, value in own.items() if value is not None}
+    return kind(**own | others)
 
 
 def reference() -> str:

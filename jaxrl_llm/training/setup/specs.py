@@ -10,7 +10,7 @@ from jaxrl_llm.config import ConfigError, rows_together
 from jaxrl_llm.config.checks.values import reference_adapters
 from jaxrl_llm.config.entries import environment_options, logit_bias
 from jaxrl_llm.config.resolve import split_options
-from jaxrl_llm.config.schema import OFFLINE, ONLINE_PREFERENCE, SAMPLING_OPTIONS, SCHEDULE_FREE
+from jaxrl_llm.config.schema import OFFLINE, ONLINE_PREFERENCE, SCHEDULE_FREE
 from jaxrl_llm.config.tree import spec_of
 from jaxrl_llm.data.curriculum import CurriculumSpec
 from jaxrl_llm.data.images import ImageLimits
@@ -165,12 +165,10 @@ def optimizer_spec(config) -> OptimizerSpec:
 def critic_optimizer_spec(config) -> OptimizerSpec:
     """The optimizer of a critic that is a network of its own: what `critic` sets takes the place of `optimizer`."""
     c, policy = config.critic, optimizer_spec(config)
-    own = {name: c[name] for name in ("min_lr_ratio", "b1", "b2", "weight_decay") if c[name] is not None}
-    return replace(
-        policy,
-        learning_rate=c.learning_rate,
-        max_grad_norm=c.max_grad_norm,
-        schedule=c.schedule,
+    return spec_of(
+        OptimizerSpec,
+        c,
+        base=policy,
         total_steps=config.total_steps,
         schedule_steps=config.optimizer.schedule_steps,
         warmup_steps=min(c.lr_warmup_steps, config.total_steps),
@@ -178,7 +176,6 @@ def critic_optimizer_spec(config) -> OptimizerSpec:
         weight_decay_end=policy.weight_decay_end if c.weight_decay is None else None,
         updates_per_step=(c.minibatches or config.batch.minibatches)
         * (c.num_iterations or config.algorithm.num_iterations),
-        **own,
     )
 
 
@@ -231,10 +228,11 @@ def context_spec(config) -> ContextSpec | None:
     c = config.teacher
     if c.context == "none":
         return None
-    names = "template", "solution_template", "privileged_template"
+    templates = {"template": c.template, "solution_template": c.solution_template}
+    templates |= {"privileged_template": c.privileged_template}
     return ContextSpec(
         c.context, c.success_threshold, c.exclude_own, c.remove_thinking, c.privileged_column,
-        config.rollout.group_size, **{name: c[name] for name in names if c[name] is not None},
+        config.rollout.group_size, **{name: text for name, text in templates.items() if text is not None},
     )  # fmt: skip
 
 
@@ -465,8 +463,7 @@ def training_sampling(config) -> SamplingParams:
 
 def eval_sampling(config) -> SamplingParams:
     """The sampling parameters of an evaluation: those of the run, save what `eval` sets itself."""
-    own = {name: config.eval[name] for name in SAMPLING_OPTIONS if name in config.eval}
-    return replace(training_sampling(config), **{name: value for name, value in own.items() if value is not None})
+    return spec_of(SamplingParams, config.eval, base=training_sampling(config))
 
 
 def rollout_spec(config) -> RolloutSpec:
