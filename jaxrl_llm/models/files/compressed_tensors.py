@@ -68,7 +68,8 @@ def with_matrices(where: dict[str, Any], files: dict[str, Path], entry: dict[str
     settings = [group["weights"] for group in _groups(entry)]
     usual = [(1, size) for weights in settings if (size := weights.get("group_size") or 0) > 0]
     blocks = [block for weights in settings if (block := weights.get("block_structure"))]
-    usual += [tuple(map(int, block.split("x") if isinstance(block, str) else block)) for block in blocks]
+    split = (block.split("x") if isinstance(block, str) else block for block in blocks)
+    usual += [(int(rows), int(columns)) for rows, columns in split]
     said = f"group_size and block_structure of config.json: {usual}"
     is_ordered = bool(settings) and all(weights.get("actorder") in ("group", "dynamic", True) for weights in settings)
 

@@ -10,9 +10,10 @@ from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.environments.agents import Agents
 from jaxrl_llm.environments.factory import Environments
 from jaxrl_llm.environments.tool_calls import PROBE_CALL, PROBE_TOOL, ToolCall, parse_tool_calls
-from jaxrl_llm.models.adapters.lora import has_adapters
+from jaxrl_llm.models.adapters.lora import has_adapters, without_adapters
 from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.families import rotary
+from jaxrl_llm.models.files import quantized
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.models.quantize import BYTES
 from jaxrl_llm.training.advantages import AdvantageStep
@@ -34,6 +35,7 @@ def warnings_of(
         *([] if advantages is None else left_out_prompts(config, advantages)),
         *unread_calls(config, model, environments),
         *experts_left_out(config, model),
+        *read_as_numbers(config, model),
     ]
 
 
@@ -97,6 +99,18 @@ def experts_left_out(config, model: Model) -> list[str]:
             "of the sampler's parameters"
         )
     return found
+
+
+def read_as_numbers(config, model: Model) -> list[str]:
+    """A warning where adapters are trained on a base that takes more memory than its folder, which has few bits."""
+    method = quantized.entry_of(model.hf_config or {}).get("quant_method")
+    if method is None or model.net.config.quantized != "none" or not has_adapters(model.params):
+        return []
+    held = sum(x.nbytes for x in jax.tree.leaves(without_adapters(model.params))) / 1e9
+    return [
+        f"model.path = {config.model.path!r} has matrices in few bits ({method}), which are read as numbers: "
+        f"{held:.3g} GB with the rest. model.quantize keeps them few (docs/models.md says which keep every number)"
+    ]
 
 
 def unread_calls(config, model: Model, environments: Environments | Agents | None) -> list[str]:

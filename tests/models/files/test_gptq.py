@@ -194,7 +194,7 @@ def test_other_formats_are_refused(tmp_path, entry, message):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_adapters_train_on_a_model_in_four_bits(root, tmp_path, quantize):
+def test_adapters_train_on_a_model_in_four_bits(root, tmp_path, quantize, capsys):
     """A run by the adapters of an AWQ, which stays as it was read, and the merged model that it leaves, as numbers."""
     base, draw = tmp_path / "base", np.random.default_rng(5)
     shutil.copytree(hf.locate("embedded:sort"), base)
@@ -208,6 +208,8 @@ def test_adapters_train_on_a_model_in_four_bits(root, tmp_path, quantize):
     config.lora.rank, config.lora.targets, config.eval.every = 4, ("all-linear",), -1
     config.optimizer.warmup_steps, config.logging.backends = 0, ("jsonl",)
     result = jaxrl_llm.train(config)
+    told = "has matrices in few bits (awq), which are read as numbers: " in capsys.readouterr().err
+    assert told == (quantize == "none")
     start = load_model(base, quantize=quantize)
     jax.tree.map(np.testing.assert_array_equal, lora.without_adapters(result.model.params), start.params)
     adapted = load_model(result.output_dir / "adapter", quantize=quantize)
