@@ -26,6 +26,7 @@ from jaxrl_llm.data.splits import (
     shuffle_buffer,
 )
 from jaxrl_llm.data.templates import SYSTEM_ROLES, is_conversational
+from jaxrl_llm.data.tokenize import TOKENS
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ END_MARKS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "zephyr": "</s>"}  
 # Columns that a row of a kind may begin with, by precedence.
 OPENERS = {
     "prompts": ("prompt",),
-    "completions": ("messages", "prompt", "text"),
+    "completions": ("messages", "prompt", "text", TOKENS),
     "pairs": ("prompt", "chosen"),
     "triples": ("prompt", "chosen"),
     "labels": ("prompt", "chosen"),

@@ -310,12 +310,13 @@ def test_a_system_prompt_comes_before_a_gold_completion_too(tokenizer):
     [
         ("sft", {"messages": None, "prompt": "q", "completion": "a"}, "prompt"),
         ("sft", {"text": "q"}, "text"),
+        ("sft", {"input_ids": [97]}, "input_ids"),
         ("preference", {"chosen": "qa", "rejected": "qb"}, "chosen"),
         ("grpo", {"prompt": "q", "messages": [user("q"), assistant("a")]}, "prompt"),
     ],
 )
 def test_a_system_prompt_is_for_conversations(tokenizer, name, row, column):
-    with pytest.raises(ConfigError, match=rf"the row begins with 'q.*' \(its {column}\), which is text"):
+    with pytest.raises(ConfigError, match=rf"the row begins with .* \(its {column}\), which is none"):
         tokens_of(config_of(name, system_prompt="Be brief."), tokenizer, dataset=[row])
 
 
