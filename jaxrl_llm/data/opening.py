@@ -392,7 +392,7 @@ def _adapted(form: Format, names: Mapping[str, str], system_prompt: str | None, 
             if not is_conversational(made[name]):
                 raise ConfigError(
                     f"data.system_prompt is for conversations, but the row begins with {made[name]!r:.80} (its "
-                    f"{name}), which is text: give messages, or leave it out"
+                    f"{name}), which is none: give messages, or leave it out"
                 )
             if made[name][0]["role"] not in SYSTEM_ROLES:
                 made[name] = [{"role": "system", "content": system_prompt}, *made[name]]
