@@ -52,6 +52,7 @@ class Limits:
     seconds: float = 600.0  # for a whole answer
     body_seconds: float = 30.0  # for a request's body to come
     images: int = 2**30  # bytes of the tiles of all images that wait or are answered
+    likeliest: int = 2**22  # log-probs of likeliest tokens in an answer, each of which takes 700 bytes while it is made
 
 
 class Server:
@@ -192,6 +193,16 @@ class Server:
     async def asked(self, body: Mapping[str, Any], chat: bool) -> Asked:
         """The checked request of a body, by a thread: long texts and images take seconds. Raises BadRequestError."""
         asked = await asyncio.to_thread(self.parse, body, chat)
+        top = asked.logprobs or 0
+        of_prompt = max(asked.prompt_logprobs or 0, top if asked.echo else 0)
+        tokens = zip(map(len, asked.prompts), asked.limits, strict=True)
+        likeliest = asked.n * sum(prompt * of_prompt + limit * top for prompt, limit in tokens)
+        if likeliest > self.limits.likeliest:
+            raise BadRequestError(
+                f"the answer may have {likeliest:,} log-probs of likeliest tokens; up to {self.limits.likeliest:,} are "
+                "given: ask for fewer of each token, or for fewer tokens or prompts",
+                param="prompt_logprobs" if asked.prompt_logprobs else "top_logprobs" if chat else "logprobs",
+            )
         if asked.guide is not None:  # compiled the first time
             await asyncio.to_thread(self.guides.grammar, *asked.guide)
         if asked.tiles is not None:

@@ -1,6 +1,7 @@
 """Requests that are wrong, too large, too slow or too many: each is refused by itself, and the server goes on."""
 
 import contextlib
+import dataclasses
 import json
 import socket
 import time
@@ -157,6 +158,18 @@ def test_numbers_that_are_none(web, number):
         assert error["param"] in (name, None) and len(error["message"]) < 400
     # An answer of this API has its request's metadata, and as JSON no such number.
     refused(web.post("/v1/responses", content=f'{{"input": "x", "metadata": {{"a": {number}}}}}'))
+
+
+def test_log_probs_that_no_machine_holds(web, running, monkeypatch):
+    """A small request may ask for billions of them, of 700 bytes each while they are made."""
+    error = refused(web.post(TEXT, json={"prompt": ["x" * 100] * 400, "max_tokens": 0, "prompt_logprobs": 128}))
+    assert error["param"] == "prompt_logprobs" and "may have 5,120,000 log-probs" in error["message"]
+    for path, name in ((TEXT, "logprobs"), (CHAT, "top_logprobs")):
+        monkeypatch.setattr(running.server, "limits", dataclasses.replace(running.server.limits, likeliest=99))
+        asked = {"prompt": "x", name: 5} if path == TEXT else {"messages": MESSAGES, "logprobs": True, name: 5}
+        assert web.post(path, json={**asked, "max_tokens": 19}).status_code == 200
+        error = refused(web.post(path, json={**asked, "max_tokens": 20}))
+        assert error["param"] == name and "may have 100 log-probs" in error["message"]
 
 
 NAN, LARGE = float("nan"), float("inf")
