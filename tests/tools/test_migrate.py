@@ -2743,6 +2743,16 @@ def test_rows_are_counted_in_a_file_that_is_here(tmp_path):
     assert config.total_steps == 2  # of three passes of six rows
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("trainer", ["distillation", "gold", "iwopd", "gkd"])
+def test_an_epoch_of_a_taught_trainer_of_trl(tmp_path, trainer, accumulated):
+    """Of 11 rows all but GKDTrainer leave out those that fill no batch: the updates are what TRL 1.16 counts."""
+    said = {"output_dir": "o", "model": "m", "teacher_model": "t", "num_train_epochs": 2}
+    said |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulated}
+    config, _ = migrate(written(tmp_path, "a.json", said), trainer=trainer, devices=1, rows=11)
+    assert config.total_steps == {1: 10, 2: 4}[accumulated] + 2 * (trainer == "gkd")
+
+
 def test_the_steps_of_packed_rows_are_counted_by_the_run(tmp_path):
     """A batch is of packed rows: steps of as many rows would be many epochs."""
     row = json.dumps({"prompt": "a", "completion": "b"}) + "\n"
