@@ -174,7 +174,7 @@ def gmpo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask) -> tu
     clipped = jnp.where(advantages > 0, jnp.minimum(log_ratio, epsilon_high), jnp.maximum(log_ratio, -epsilon_low))
     loss = -bounded_ratio(masked_mean(clipped, mask, axis=-1, keepdims=True)) * advantages
     # The epsilons bound the log-ratio: as bounds of the ratio they are 1 - exp(-low) and exp(high) - 1.
-    low, high = -math.expm1(-epsilon_low), math.expm1(epsilon_high)
+    low, high = -jnp.expm1(-as_float(epsilon_low)), jnp.expm1(as_float(epsilon_high))
     return loss, _clip_metrics(logps, old_logps, advantages, low, high, mask=mask)
 
 

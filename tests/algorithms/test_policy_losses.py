@@ -511,6 +511,14 @@ def test_no_gradient_reaches_old_logps_or_advantages(x64, name):
 
 
 @pytest.mark.parametrize("name", LOSSES)
+def test_clip_ranges_may_be_traced(name):
+    logps, old, advantages, mask = random_batch()
+    options = {"key": jax.random.key(0)} if name == "clip_cov" else {}
+    loss = partial(getattr(policy_losses, name), mask=mask, **options)
+    jax.eval_shape(loss, logps, old, advantages, 0.2, 0.2)
+
+
+@pytest.mark.parametrize("name", LOSSES)
 def test_half_precision_inputs_give_float32(name):
     logps, old, advantages, mask = random_batch()
     result = call(name, *(jnp.asarray(x, "bfloat16") for x in (logps, old, advantages)), mask)
