@@ -1,6 +1,7 @@
-"""The loss of TRL's GRPOTrainer, its gradient and metrics, under options drawn at random: `migrate` reads them, and the
-objective of its configuration gives the same on the same log-probs."""
+"""The losses of TRL's GRPOTrainer and DPOTrainer, gradients and metrics, under options drawn at random: `migrate` reads
+them, and the objective of its configuration gives the same on the same log-probs."""
 
+import contextlib
 import json
 import math
 import random
@@ -15,8 +16,9 @@ import pytest
 from jaxrl_llm.algorithms.batch import Batch, Inputs, Scalars
 from jaxrl_llm.models.logprobs import TokenStatistics
 from jaxrl_llm.tools.migrate import migrate
+from jaxrl_llm.training.objectives import preference
 from jaxrl_llm.training.objectives.policy_gradient import policy_gradient, policy_objective
-from jaxrl_llm.training.setup.objectives import policy_spec
+from jaxrl_llm.training.setup.objectives import policy_spec, preference_spec
 
 torch = pytest.importorskip("torch")
 trl = pytest.importorskip("trl", minversion="1.16")
@@ -143,4 +145,99 @@ def test_grpo(loss, seed, tmp_path):
         np.testing.assert_allclose(ours * mask, theirs * mask, rtol=1e-4, atol=1e-6)
     for name, (logged,) in trainer._metrics["train"].items():
         if metrics.get(name) is not None and metrics[name].reduce == "sum":
+            np.testing.assert_allclose(metrics[name].value, logged, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+PAIRS = 5
+DIVERGING = {"sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft", "sigmoid_norm"}
+LOSSES = sorted(DIVERGING | {"nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down"})
+
+
+def drawn_pairs(loss, seed):
+    """Options of DPOConfig with a loss and up to two others, of those that TRL takes together."""
+    draw = random.Random(f"{loss} {seed}")
+    losses = [loss, *draw.sample([name for name in LOSSES if name != loss], seed % 3)]
+    options = {
+        "loss_type": losses,
+        "beta": draw.choice([0.01, 0.1, 0.5, 1.0]),
+        "label_smoothing": draw.choice([0.1, 0.3]),
+    }
+    if len(losses) > 1:
+        options["loss_weights"] = [round(draw.uniform(0.1, 2.0), 2) for _ in losses]
+    if set(losses) <= DIVERGING and draw.random() < 0.7:
+        options["f_divergence_type"] = draw.choice(["forward_kl", "js_divergence", "alpha_divergence"])
+    options["f_alpha_divergence_coef"] = draw.choice([0.5, 0.3, 1.0, 2.0, 0.0])
+    if draw.random() < 0.4:
+        options["ld_alpha"] = draw.choice([0.0, 0.5])
+    if not {"sft", "aot", "aot_unpaired", "hinge"} & set(losses):  # hinge with weights has no gradient in TRL 1.16
+        options["use_weighting"] = draw.random() < 0.3
+    return options
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("seed", range(3))
+def test_dpo(loss, seed, tmp_path, monkeypatch):
+    options, draw = drawn_pairs(loss, seed), np.random.default_rng(seed)
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps({"output_dir": "o", "max_steps": 3, **options}))
+    config, _ = migrate(file, trainer="dpo", devices=1)
+    args = trl.DPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], **options)
+
+    shape, places = (2 * PAIRS, T), np.arange(T)
+    start = draw.integers(1, 3, (2 * PAIRS, 1))
+    mask = ((places >= start) & (places < start + draw.integers(1, T - 1, start.shape))).astype(np.float32)
+    logps = -draw.uniform(0.1, 2.5, shape).astype(np.float32)
+    reference = logps + 0.5 * draw.normal(size=shape).astype(np.float32)
+    entropies, squares = draw.uniform(0.1, 3.0, shape), -draw.uniform(0.1, 2.0, shape)
+    is_top, mean_logits = draw.random(shape) < 0.3, draw.normal(size=shape)
+
+    def sides(x):  # pairs alternate here; there all chosen rows are before all rejected ones
+        return torch.tensor(np.concatenate([x[0::2], x[1::2]]))
+
+    def model_of(logps):
+        names = {"entropy": entropies, "mean_logits": mean_logits, "is_top1": is_top, "log_sum_sq_probs": squares}
+        outputs = SimpleNamespace(
+            log_probs=(logps * sides(mask))[:, 1:], **{k: sides(x)[:, 1:] for k, x in names.items()}
+        )
+        model = torch.nn.Module()
+        model.forward = lambda **_: outputs
+        return model
+
+    leaf = sides(logps).requires_grad_()
+    trainer = trl.DPOTrainer.__new__(trl.DPOTrainer)
+    for name in (
+        "ld_alpha",
+        "f_divergence_type",
+        "f_alpha_divergence_coef",
+        "beta",
+        "label_smoothing",
+        "use_weighting",
+    ):
+        setattr(trainer, name, getattr(args, name))
+    trainer.args, trainer.model, trainer.ref_model = args, model_of(leaf), model_of(sides(reference))
+    trainer.accelerator = SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x)
+    trainer.loss_types, trainer.loss_weights = args.loss_type, args.loss_weights or [1.0]
+    trainer.aux_loss_enabled = trainer.precompute_ref_logps = False
+    trainer._metrics, trainer._total_train_tokens, trainer._tp_size = {"train": defaultdict(list)}, 0, 1
+    monkeypatch.setattr("trl.trainer.dpo_trainer.disable_gradient_checkpointing", lambda *_: contextlib.nullcontext())
+    ones = torch.ones(shape, dtype=torch.long)
+    inputs = {"input_ids": ones, "attention_mask": ones, "completion_mask": sides(mask).long()}
+    expected = trainer._compute_loss(trainer.model, inputs, False)
+    expected.backward()
+
+    tokens = (jnp.asarray(x, jnp.float32) for x in (entropies, is_top, mean_logits, squares))
+    statistics = TokenStatistics(jnp.asarray(logps), *tokens)
+    monkeypatch.setattr(preference, "token_statistics", lambda net, logps, *_, **__: statistics._replace(logps=logps))
+    monkeypatch.setattr(preference, "token_logps", lambda net, logps, *_: (logps, None))
+    spec = preference_spec(config)
+    objective = preference.preference(spec, None)
+    inputs = Inputs(np.zeros(shape, np.int32), segments=np.ones(shape, np.int32))
+    batch = Batch(inputs, mask, ref_logps=reference if spec.needs_reference else None)
+    batch = objective.prepare(batch, objective.observe(statistics.logps, batch) if objective.observe else None)
+    (value, metrics), gradient = jax.value_and_grad(objective.loss, has_aux=True)(statistics.logps, batch)
+    np.testing.assert_allclose(value, expected.item(), rtol=2e-5, atol=1e-5)
+    theirs = leaf.grad.numpy()
+    np.testing.assert_allclose(sides(np.asarray(gradient)), theirs, rtol=2e-4, atol=2e-6 * max(1, np.abs(theirs).max()))
+    for name, (logged,) in trainer._metrics["train"].items():
+        if name in metrics and (spec.needs_reference or not name.startswith("rewards/")):  # sft alone has no reference
             np.testing.assert_allclose(metrics[name].value, logged, rtol=1e-4, atol=1e-5, err_msg=name)
