@@ -47,6 +47,7 @@ from jaxrl_llm.distributed.turns import yielded
 # alive and that it is leaving.
 MESSAGES, ALIVE, LEAVING = "jaxrl_llm/messages/", "jaxrl_llm/alive/", "jaxrl_llm/leaving/"
 NUMBERS, CALLS = "jaxrl_llm/numbers/", "jaxrl_llm/calls/"  # the first as above; in the second, of channels of calls
+AT_ONCE = 1 << 30  # bytes of a process that all gather at a time: sizes are of 32 bits, and each holds those of all
 BARRIER_MILLISECONDS = 7 * 24 * 3600 * 1000  # the watchdog ends processes that wait for a hanging one
 POLL_SECONDS = 0.5  # between two readings of the store
 ANSWER_SECONDS = 4.0  # for the others to answer
@@ -222,7 +223,8 @@ def gather_bytes(data: np.ndarray) -> list[np.ndarray]:
     if jax.process_count() == 1:
         return [data]
     began = time.perf_counter()
-    sizes = np.atleast_1d(multihost_utils.process_allgather(np.int32(len(data))))
+    parts = multihost_utils.process_allgather(np.array(divmod(len(data), AT_ONCE), np.int32)).reshape(-1, 2)
+    sizes = parts[:, 0].astype(np.int64) * AT_ONCE + parts[:, 1]
     _waits.append(time.perf_counter() - began)
     if not sizes.any():
         return [data] * len(sizes)
@@ -230,7 +232,9 @@ def gather_bytes(data: np.ndarray) -> list[np.ndarray]:
     step = 1 << max(int(sizes.max()).bit_length() - 3, 10)
     padded = np.zeros(-(-int(sizes.max()) // step) * step, np.uint8)
     padded[: len(data)] = data
-    rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
+    pieces = [padded[start : start + AT_ONCE] for start in range(0, len(padded), AT_ONCE)]
+    found = [multihost_utils.process_allgather(piece).reshape(len(sizes), -1) for piece in pieces]
+    rows = found[0] if len(found) == 1 else np.concatenate(found, axis=1)
     return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 

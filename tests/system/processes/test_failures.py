@@ -49,6 +49,8 @@ def main(argv):
         jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
         assert all(processes.gather("x" * (length + own))[own] == "x" * (length + own) for length in range(0, 9000, 99))
         print(sum("backend_compile" in name for name in compiled), "programs", flush=True)
+        processes.AT_ONCE = 3000  # what is longer comes in pieces
+        assert processes.gather("x" * 2999 + str(own) * 4000) == ["x" * 2999 + str(of) * 4000 for of in range(count)]
     if what == "agree":
         # A signal to one process is an answer to all: where steps overlap a step later, as none waits for its update.
         gather, gathered = multihost_utils.process_allgather, []
