@@ -303,3 +303,26 @@ def test_a_training_process_that_is_killed(root, tmp_path):
     assert time.monotonic() - began < 60
     assert ended[0].code != 0 and ended[1].code == -9
     assert "process 1 (" in ended[0].err and "it was killed" in ended[0].err
+
+
+# The command of `train`, in process 1 without room for its share of a checkpoint.
+NO_ROOM = """
+import os, resource, signal
+from jaxrl_llm.config.flags import run
+from jaxrl_llm.train import main
+
+if os.environ["JAXRL_PROCESS_INDEX"] == "1":
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+run(main)
+"""
+
+
+@pytest.mark.slow
+def test_one_process_cannot_write_its_share_of_a_checkpoint(root, tmp_path, together):
+    """All end at the next save, where process 0 would wait for that share for ten minutes."""
+    flags = ("--config.eval.every=-1", "--config.mesh.data=1", "--config.mesh.fsdp=2")
+    ended = together(2, "-c", NO_ROOM, *command(root, "grpo", tmp_path / "run", *flags)[2:], timeout=250)
+    assert [process.code for process in ended] == [1, 1], ended[0].err
+    for (line,) in errors(ended):
+        assert line.startswith("error: process 1 (") and "the checkpoint of step 1 could not be written" in line
