@@ -57,7 +57,7 @@ class Manager(ocp.CheckpointManager):
             super()._wait_for_checkpointers()
         except Exception:
             # The process whose share of a save failed would wait for the others here, and they for that share, until
-            # both give up after ten minutes: it ends the run, so that it need not tell them.
+            # both give up after twenty minutes: it ends the run, so that it need not tell them.
             if jax.process_count() > 1:
                 self._save_progress_tracker.set = lambda value: None
             raise

@@ -320,7 +320,7 @@ run(main)
 
 @pytest.mark.slow
 def test_one_process_cannot_write_its_share_of_a_checkpoint(root, tmp_path, together):
-    """All end at the next save, where process 0 would wait for that share for ten minutes."""
+    """All end at the next save, where process 0 would wait for that share for twenty minutes."""
     flags = ("--config.eval.every=-1", "--config.mesh.data=1", "--config.mesh.fsdp=2")
     ended = together(2, "-c", NO_ROOM, *command(root, "grpo", tmp_path / "run", *flags)[2:], timeout=250)
     assert [process.code for process in ended] == [1, 1], ended[0].err
