@@ -58,8 +58,9 @@ class Manager(ocp.CheckpointManager):
         except Exception:
             # The process whose share of a save failed would wait for the others here, and they for that share, until
             # both give up after twenty minutes: it ends the run, so that it need not tell them.
-            if jax.process_count() > 1:
-                self._save_progress_tracker.set = lambda value: None
+            progress: Any = getattr(self, "_save_progress_tracker", None)  # a name of Orbax's own, which may change
+            if jax.process_count() > 1 and progress is not None:
+                progress.set = lambda value: None
             raise
 
 
