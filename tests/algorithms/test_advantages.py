@@ -522,6 +522,7 @@ def test_pkpo_is_the_sum_over_all_sets(x64, k):
         advantages.pkpo_advantages(scores.reshape(-1), 6, 7)
 
 
+@pytest.mark.slow
 def test_pkpo_of_large_groups():
     """C(256, 128) has 76 digits; the best row is in half of all sets, and the best of the others is near."""
     scores = np.arange(256, dtype=np.float32)

@@ -123,6 +123,7 @@ def test_prompts_are_scored(client, sorter):
             assert [int(index) for index, _ in by_rank] == np.argsort(-before)[:3].tolist()
 
 
+@pytest.mark.slow
 def test_prompts_are_scored_alone(client):
     """Without a completion, also where the prompt leaves no room for one: what is told is that of the prompt."""
     for prompt in ("sort:4821=1248", "7" * LONGEST):

@@ -123,6 +123,7 @@ def test_a_run_goes_on_from_what_it_saved_bit_for_bit(client, training):
         large.load_state(path).result()
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_clients_own(client):
     torch = pytest.importorskip("torch")
     run = made(client)

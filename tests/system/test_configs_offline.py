@@ -30,7 +30,7 @@ HEADS = {"reward_model": ("score", "LlamaForSequenceClassification"), "prm": ("s
 
 
 # Of the others sft is that of tests/training/runtime/test_callbacks.py, and all but prm have objectives of dpo's kind.
-QUICK = ("dpo", "kto", "reward_model")
+QUICK = ("dpo", "reward_model")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in METRICS])

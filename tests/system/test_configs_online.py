@@ -138,6 +138,7 @@ def test_dynamic_sampling_stops_when_nothing_can_be_learned(root, tmp_path):
     assert calls == [16, 16, 16]
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_trains_on_groups_that_differ(root, tmp_path):
     """Groups of even prompts are flat: they are replaced by others, and every row of the batch is of an odd prompt."""
     seen = []

@@ -95,6 +95,7 @@ def test_lora_plus_is_that_of_peft():
         np.testing.assert_allclose(own, x.detach().numpy().T, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_run_has_them(tmp_path):
     """A step of SGD from B = 0, where A has no gradient: B is 16 rates of a gradient whose norm is the metric's."""
     config = default()

@@ -529,6 +529,7 @@ def test_flat_configs(name):
     assert "text_config" not in written
 
 
+@pytest.mark.slow
 def test_experts_of_qwen3_vl_are_read_in_both_orientations(tmp_path):
     """As the hub's files have them, which are written, and as version 5 of transformers writes them; it reads both."""
     oracle = make_vision_oracle("qwen3_vl_moe")

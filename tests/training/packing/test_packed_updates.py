@@ -373,6 +373,7 @@ def test_micro_batches_are_as_large_as_memory_allows():
     assert least.at_once == most.at_once == 1 < between.at_once <= between.used // 3
 
 
+@pytest.mark.slow
 def test_passes_of_several_micro_batches_give_the_same_log_probs():
     """`batch.logps_microbatch_tokens` joins micro-batches of the update, evenly, where nothing is differentiated.
 

@@ -32,6 +32,7 @@ def configured(**settings):
     return config
 
 
+@pytest.mark.slow
 def test_what_a_run_is_told_by_numbers(tmp_path):
     """All completions score alike, so that weight decay alone moves the model, by known numbers."""
     (tmp_path / "rows").mkdir()

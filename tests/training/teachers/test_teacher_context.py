@@ -169,6 +169,7 @@ def test_micro_batches_change_nothing():
         np.testing.assert_allclose(parts[name].value, whole[name].value, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_privileged_texts_of_the_data_and_prompts_that_are_too_long():
     """A text of the row's column; a blank one and one that makes the prompt too long teach nothing, and cut nothing."""
     hints = ["12", " ", None, "9" * 60]
