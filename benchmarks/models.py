@@ -337,9 +337,9 @@ difference.
   and fbgemm, and of compressed-tensors, which llm-compressor writes: `pack-quantized`, `int-quantized`,
   `float-quantized`, `naive-quantized`, `nvfp4-`, `mxfp4-` and `mxfp8-` ones, of which a model may have several (Kimi
   K2.5's experts). What activations and caches have in few bits there are numbers here. 3 bits, the layouts of marlin
-  and of other kernels of AWQ, sparse ones and rotations are refused. `model.quantize` of as many bits keeps every number,
-  where each scale is of 64 inputs or more and zero points say nothing (`int4`: GPTQ with `sym`, w4a16) or of an output
-  or the whole (`int8`, `fp8`); the others, AWQ's among them, are rounded once more.
+  and of other kernels of AWQ, sparse ones and rotations are refused. `model.quantize` of as many bits keeps every
+  number, where each scale is of 64 inputs or more and zero points say nothing (`int4`: GPTQ with `sym`, w4a16) or of an
+  output or the whole (`int8`, `fp8`); the others, AWQ's among them, are rounded once more.
 - Gated delta nets with short convolutions, beside gated attention (Qwen3-Next, Qwen3.5) or plain (OLMo Hybrid), and
   Kimi delta attention, whose states decay by each number of a key (Kimi Linear, and Ling 3 with a floor under the
   decays). Rows are computed in chunks of 64

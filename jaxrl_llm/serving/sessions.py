@@ -141,8 +141,8 @@ class Session:
         """A sub-agent as `{"name": "searcher", "max_turns": 3, "max_tokens": 100, "seconds": 60}` asks for it.
 
         `compared_in` says with which of its name its own reward is compared: those of the whole group or of the
-        session. What it samples depends on the session's key, its name, and how many of that name there were before. Raises
-        BadRequestError for other fields and values, and where the session takes no calls.
+        session. What it samples depends on the session's key, its name, and how many of that name there were before.
+        Raises BadRequestError for other fields and values, and where the session takes no calls.
         """
         self.check_open()
         if unknown := sorted(body.keys() - {"name", "compared_in", *LIMITS}):
