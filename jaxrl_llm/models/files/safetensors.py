@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import gathered, parameter_spec, path_name, shardings
 from jaxrl_llm.models.adapters.lora import merged_kernel, overlaid, with_shared
-from jaxrl_llm.models.files import quantized
+from jaxrl_llm.models.files import gptq, quantized
 from jaxrl_llm.models.files.pickles import PickleFile
 from jaxrl_llm.models.files.scaled import Matrices
 from jaxrl_llm.models.model_config import ModelConfig
@@ -196,6 +196,7 @@ class Files:
             self.where |= dict.fromkeys(handle.keys(), handle)
             files |= dict.fromkeys(handle.keys(), folder / name)
         held = set(self.where)
+        self.packed = (quantization or {}).get("quant_method") in gptq.FORMATS
         self.where = quantized.with_matrices(self.where, files, dict(quantization or {}))
         if lost := sorted(set(named) - held):
             raise ConfigError(f"{folder / index_name} names tensors that no file holds: {some(lost)}.")
@@ -239,6 +240,11 @@ class Files:
             raise ConfigError(f"{self.folder} holds tensors that config.json gives no place to: {some(sorted(spare))}.")
         for name, tensor in wanted.items():
             found = self.where[name].get_slice(name)
+            if isinstance(found, Matrices) and self.packed and not tensor.transpose:
+                raise ConfigError(
+                    f"{self.folder}: {name} is stored as [in, out] by this family, of which no matrices in the formats "
+                    f"of {' and '.join(gptq.FORMATS)} are read: use the model before it was quantised"
+                )
             if tuple(found.get_shape()) != tensor.full_shape:
                 raise ConfigError(
                     f"{self.folder}: tensor {name} has shape {tuple(found.get_shape())}, "

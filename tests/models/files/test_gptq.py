@@ -192,6 +192,18 @@ def test_other_formats_are_refused(tmp_path, entry, message):
         load_model(tmp_path)
 
 
+def test_matrices_that_a_family_stores_the_other_way_are_refused(tmp_path):
+    """GPT-2's, the square ones of which would be read transposed."""
+    make_oracle("gpt2").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    module = "transformer.h.0.attn.c_proj"
+    parts, _ = stored(module, tensors.pop(f"{module}.weight").shape, "gptq", np.random.default_rng(0))
+    save_file(tensors | parts, tmp_path / "model.safetensors")
+    described(tmp_path, {"quant_method": "gptq", "bits": 4, "group_size": GROUP})
+    with pytest.raises(ConfigError, match=r"c_proj.weight is stored as \[in, out\] by this family, .* gptq and awq"):
+        load_model(tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_adapters_train_on_a_model_in_four_bits(root, tmp_path, quantize, capsys):
