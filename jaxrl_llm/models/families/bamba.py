@@ -21,18 +21,7 @@ KEYS = (
     *granitemoehybrid.mamba_keys(f"{LAYER}mamba"),
     *decoder.maps("layers/mlp", f"{LAYER}feed_forward", decoder.GATED),
 )
-DEFAULTS = {
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_head": "auto",
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_conv_bias": True,
-    "mamba_proj_bias": False,
-}  # for entries that are left out
+DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, **granitemoehybrid.MAMBA_DEFAULTS}  # for entries left out
 HALF = 0.5  # of each head is rotated, whatever config.json says, as in transformers
 
 

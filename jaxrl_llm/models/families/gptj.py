@@ -3,7 +3,7 @@ dimensions of each head rotated, neighbours together."""
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder
+from jaxrl_llm.models.families import decoder, gpt2
 from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear, maps
 from jaxrl_llm.models.families.entries import positive, refuse, renamed
 from jaxrl_llm.models.model_config import ModelConfig
@@ -21,14 +21,6 @@ KEYS = (
     *maps("layers/attention", f"{LAYER}attn", decoder.QKVO | {"o": "out_proj"}),
     *maps("layers/mlp", f"{LAYER}mlp", {"up": "fc_in", "down": "fc_out"}),
 )
-NAMES = {
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_inner": "intermediate_size",
-    "layer_norm_epsilon": "rms_norm_eps",
-    "activation_function": "hidden_act",
-}
 DEFAULTS = {"rms_norm_eps": 1e-5, "hidden_act": "gelu_new", "rotary_dim": 64}  # for entries that are left out
 
 
@@ -41,7 +33,7 @@ def unused_tensors(config: ModelConfig) -> set[str]:
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = DEFAULTS | renamed(hf, NAMES)
+    hf = DEFAULTS | renamed(hf, gpt2.NAMES)
     width, heads = positive(hf, "hidden_size"), positive(hf, "num_attention_heads")
     if not hf.get("intermediate_size"):  # null, or left out
         hf |= {"intermediate_size": 4 * width}
@@ -71,4 +63,4 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     elif not base.get("n_inner") and config.ffn == 4 * config.width:
         own["intermediate_size"] = base.get("n_inner")
     without = (*decoder.ROTARY_AND_GROUPED, *(("max_position_embeddings",) if base is None else ()))
-    return decoder.from_own_names(config, base, NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own, without)
+    return decoder.from_own_names(config, base, gpt2.NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own, without)

@@ -76,11 +76,7 @@ SIZES = {
     "delta_key_dim": "mamba_d_state",
     "delta_conv": "mamba_d_conv",
 }
-DEFAULTS = {
-    "shared_intermediate_size": 1024,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "router_aux_loss_coef": 0.001,
+MAMBA_DEFAULTS = {
     "mamba_n_heads": 128,
     "mamba_n_groups": 1,
     "mamba_d_state": 256,
@@ -89,6 +85,13 @@ DEFAULTS = {
     "mamba_expand": 2,
     "mamba_conv_bias": True,
     "mamba_proj_bias": False,
+}
+DEFAULTS = {
+    "shared_intermediate_size": 1024,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.001,
+    **MAMBA_DEFAULTS,
 }  # for entries that are left out
 
 
