@@ -13,6 +13,7 @@ import dataclasses, jax, math, numpy as np, unittest.mock
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.step import improve
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.logging.step_log import merge
 from jaxrl_llm.training.update import merge_frozen
@@ -46,7 +47,7 @@ def step(microbatch_rows=0, rollout="auto", backend="cpu", **sizes):
     config.batch.microbatch_rows, config.rollout.mesh = microbatch_rows, rollout
     mesh = make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
     with jax.set_mesh(mesh):
-        run = build(config, mesh, rewards=reward)
+        run = build(config, mesh, Given(rewards=reward))
         before = jax.device_get(run.state.params)
         sizes = {{x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(run.state.opt_state) if x.ndim == 3}}
         if config.algorithm.entropy_controller == "adaptive":

@@ -109,7 +109,8 @@ class EarlyStopping:
         self.best, self.waited = state["best"], state["waited"]
 
 
-BUILT_IN = {"early_stopping": EarlyStopping}
+early_stopping = EarlyStopping  # its name in configurations, and among the callbacks of `train`
+BUILT_IN = {"early_stopping": early_stopping}
 
 
 class Callbacks:

@@ -310,6 +310,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.data import tasks
 from jaxrl_llm.distributed.sharding import make_mesh, resharding, shardings
 from jaxrl_llm.training.setup.mesh import build_mesh
+from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.run import build
 from jaxrl_llm.training.step import improve
 from jaxrl_llm.training.update import merge_frozen
@@ -318,7 +319,7 @@ from tests.training.rollouts.test_rollout_queue import config_of, digits
 def steps(mesh, config):
     rows, seen = tasks.generate("sort", size=16), []
     with jax.set_mesh(mesh):
-        run = build(config, mesh, train_dataset=rows, rewards=digits)
+        run = build(config, mesh, Given(train_dataset=rows, rewards=digits))
         state, root = run.state, jax.random.key(config.seed)
         with run.source.queue:
             for step in range(1, 4):
