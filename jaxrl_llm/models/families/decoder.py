@@ -162,6 +162,24 @@ def describing(families: Iterable[ModuleType], config: ModelConfig) -> ModuleTyp
     return None
 
 
+def with_ffn(hf: dict[str, Any]) -> dict[str, Any]:
+    """The entries with four times the width as the channels of feed-forwards, where they are null or left out."""
+    return hf if hf.get("intermediate_size") else hf | {"intermediate_size": 4 * positive(hf, "hidden_size")}
+
+
+def unsaid_ffn(config: ModelConfig, base: dict[str, Any] | None, name: str) -> dict[str, Any]:
+    """The entry of channels, called `name` in files, as `base` has it where `with_ffn` gives the net's; else none."""
+    if base is None or base.get(name) or config.ffn != 4 * config.width:
+        return {}
+    return {"intermediate_size": base.get(name)}
+
+
+def masks_of(attention: str, config: ModelConfig) -> set[str]:
+    """The names of the masks that older files hold of each layer's `attention`."""
+    names = (f"{attention}.bias", f"{attention}.masked_bias")
+    return {name.format(layer=layer) for layer in range(config.layers) for name in names}
+
+
 def attention_biases(hf: dict[str, Any]) -> dict[str, bool]:
     """The ModelConfig fields where `attention_bias` is of queries, keys and values, and of the output too."""
     bias = bool(hf.get("attention_bias", False))

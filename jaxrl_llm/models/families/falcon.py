@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder
 from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear, maps
-from jaxrl_llm.models.families.entries import positive, renamed, unset
+from jaxrl_llm.models.families.entries import renamed, unset
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "falcon"
@@ -48,9 +48,7 @@ def keys(config: ModelConfig) -> tuple[TensorName, ...]:
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = DEFAULTS | renamed(hf, NAMES)
-    if not hf.get("intermediate_size"):  # null, or left out
-        hf |= {"intermediate_size": 4 * positive(hf, "hidden_size")}
+    hf = decoder.with_ffn(DEFAULTS | renamed(hf, NAMES))
     unset(hf, "alibi")
     new, kv_heads = bool(hf.get("new_decoder_architecture")), hf.get("num_kv_heads")
     own_norm = new and hf.get("num_ln_in_parallel_attn") in (None, 2)
@@ -79,7 +77,6 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
             "multi_query": one,
             "parallel_attn": bool(config.parallel_ffn),
         }
-    elif not base.get("ffn_hidden_size") and config.ffn == 4 * config.width:
-        own["intermediate_size"] = base.get("ffn_hidden_size")
+    own |= decoder.unsaid_ffn(config, base, "ffn_hidden_size")
     without = ("num_key_value_heads", "head_dim")
     return decoder.from_own_names(config, base, NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own, without)

@@ -12,6 +12,20 @@ MODEL_TYPE = "gpt2"
 ARCHITECTURE = {"lm": "GPT2LMHeadModel", "score": "GPT2ForSequenceClassification", "step": ""}
 
 
+def around(root: str) -> tuple[TensorName, ...]:
+    """The keys of all but attention and feed-forwards, of files whose names begin with `root`."""
+    layer = f"{root}h.{{layer}}."
+    return (
+        TensorName("embed/weight", f"{root}wte.weight"),
+        TensorName("positions/weight", f"{root}wpe.weight"),
+        *layer_norm("norm", f"{root}ln_f"),
+        TensorName("head/kernel", "lm_head.weight", transpose=True),
+        *linear("score", "score"),
+        *layer_norm("layers/input_norm", f"{layer}ln_1"),
+        *layer_norm("layers/post_attention_norm", f"{layer}ln_2"),
+    )
+
+
 def _keys(root: str) -> tuple[TensorName, ...]:
     """The table of files whose names begin with `root`."""
     layer = f"{root}h.{{layer}}."
@@ -22,13 +36,7 @@ def _keys(root: str) -> tuple[TensorName, ...]:
         )
 
     return (
-        TensorName("embed/weight", f"{root}wte.weight"),
-        TensorName("positions/weight", f"{root}wpe.weight"),
-        *layer_norm("norm", f"{root}ln_f"),
-        TensorName("head/kernel", "lm_head.weight", transpose=True),
-        *linear("score", "score"),
-        *layer_norm("layers/input_norm", f"{layer}ln_1"),
-        *layer_norm("layers/post_attention_norm", f"{layer}ln_2"),
+        *around(root),
         *conv1d("layers/attention/qkv", "attn.c_attn"),
         *conv1d("layers/attention/o", "attn.c_proj"),
         *conv1d("layers/mlp/up", "mlp.c_fc"),
@@ -57,8 +65,7 @@ DEFAULTS = {
 
 def unused_tensors(config: ModelConfig) -> set[str]:
     """The masks that older files hold."""
-    names = ("attn.bias", "attn.masked_bias")
-    return {f"{root}h.{i}.{name}" for root in ("", "transformer.") for i in range(config.layers) for name in names}
+    return {name for root in ("", "transformer.") for name in decoder.masks_of(f"{root}h.{{layer}}.attn", config)}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
@@ -71,8 +78,6 @@ def read(
 ) -> ModelConfig:
     """The ModelConfig of a `family` with the shape of GPT-2, all of whose entries are there under their common names;
     `fields` are those in which it differs."""
-    if not hf.get("intermediate_size"):  # null, or left out
-        hf = hf | {"intermediate_size": 4 * positive(hf, "hidden_size")}
     unset(hf, "scale_attn_by_inverse_layer_idx", "add_cross_attention")
     own = {
         **decoder.LAYER_NORMS,
@@ -85,7 +90,7 @@ def read(
         "lora_names": (("o", "c_proj"), ("down", "c_proj")),
         **(fields or {}),
     }
-    return decoder.to_config(hf, family, own, overrides, activations=decoder.PLAIN)
+    return decoder.to_config(decoder.with_ffn(hf), family, own, overrides, activations=decoder.PLAIN)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
@@ -103,7 +108,6 @@ def write(
 ) -> dict[str, Any]:
     """The same of a `family` with the shape of GPT-2, and its `own` entries."""
     own = {"n_positions": config.learned_positions, "scale_attn_weights": config.query_scale is None, **own}
-    if base is not None and not base.get("n_inner") and config.ffn == 4 * config.width:
-        own["intermediate_size"] = base.get("n_inner")
+    own |= decoder.unsaid_ffn(config, base, "n_inner")
     without = (*decoder.ROTARY_AND_GROUPED, *(("max_position_embeddings",) if base is None else ()))
     return decoder.from_own_names(config, base, NAMES, defaults, family, model_type, own, without)

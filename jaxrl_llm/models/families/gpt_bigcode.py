@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import gpt2
-from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear, maps
+from jaxrl_llm.models.families.decoder import maps
 from jaxrl_llm.models.families.entries import renamed
 from jaxrl_llm.models.model_config import ModelConfig
 
@@ -12,13 +12,7 @@ MODEL_TYPE = "gpt_bigcode"
 ARCHITECTURE = {"lm": "GPTBigCodeForCausalLM", "score": "GPTBigCodeForSequenceClassification", "step": ""}
 LAYER = "transformer.h.{layer}."
 KEYS = (
-    TensorName("embed/weight", "transformer.wte.weight"),
-    TensorName("positions/weight", "transformer.wpe.weight"),
-    *layer_norm("norm", "transformer.ln_f"),
-    TensorName("head/kernel", "lm_head.weight", transpose=True),
-    *linear("score", "score"),
-    *layer_norm("layers/input_norm", f"{LAYER}ln_1"),
-    *layer_norm("layers/post_attention_norm", f"{LAYER}ln_2"),
+    *gpt2.around("transformer."),
     *maps("layers/attention", f"{LAYER}attn", {"qkv": "c_attn", "o": "c_proj"}),
     *maps("layers/mlp", f"{LAYER}mlp", {"up": "c_fc", "down": "c_proj"}),
 )

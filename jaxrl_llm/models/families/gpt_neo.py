@@ -3,8 +3,8 @@ layer."""
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, layer_types
-from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear, maps
+from jaxrl_llm.models.families import decoder, gpt2, layer_types
+from jaxrl_llm.models.families.decoder import maps
 from jaxrl_llm.models.families.entries import positive, refuse, renamed
 from jaxrl_llm.models.model_config import ModelConfig
 
@@ -13,13 +13,7 @@ MODEL_TYPE = "gpt_neo"
 ARCHITECTURE = {"lm": "GPTNeoForCausalLM", "score": "GPTNeoForSequenceClassification", "step": ""}
 LAYER = "transformer.h.{layer}."
 KEYS = (
-    TensorName("embed/weight", "transformer.wte.weight"),
-    TensorName("positions/weight", "transformer.wpe.weight"),
-    *layer_norm("norm", "transformer.ln_f"),
-    TensorName("head/kernel", "lm_head.weight", transpose=True),
-    *linear("score", "score"),
-    *layer_norm("layers/input_norm", f"{LAYER}ln_1"),
-    *layer_norm("layers/post_attention_norm", f"{LAYER}ln_2"),
+    *gpt2.around("transformer."),
     *maps("layers/attention", f"{LAYER}attn.attention", decoder.QKVO | {"o": "out_proj"}),
     *maps("layers/mlp", f"{LAYER}mlp", {"up": "c_fc", "down": "c_proj"}),
 )
@@ -42,15 +36,12 @@ TYPES = {"global": layer_types.FULL, "local": layer_types.SLIDING}
 
 def unused_tensors(config: ModelConfig) -> set[str]:
     """The masks that older files hold."""
-    names = ("attn.attention.bias", "attn.attention.masked_bias")
-    return {f"{LAYER}{name}".format(layer=layer) for layer in range(config.layers) for name in names}
+    return decoder.masks_of(f"{LAYER}attn.attention", config)
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = DEFAULTS | renamed(hf, NAMES)
-    if not hf.get("intermediate_size"):  # null, or left out
-        hf |= {"intermediate_size": 4 * positive(hf, "hidden_size")}
+    hf = decoder.with_ffn(DEFAULTS | renamed(hf, NAMES))
     try:
         types = [TYPES[kind] for kinds, times in hf["attention_types"] for _ in range(times) for kind in kinds]
     except (TypeError, ValueError, KeyError):
@@ -77,8 +68,7 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         own["window_size"] = config.sliding_window
     if base is None:
         own |= {"attention_types": [[types, 1]], "attention_layers": types}
-    elif not base.get("intermediate_size") and config.ffn == 4 * config.width:
-        own["intermediate_size"] = base.get("intermediate_size")
+    own |= decoder.unsaid_ffn(config, base, "intermediate_size")
     return decoder.from_own_names(
         config, base, NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own, decoder.ROTARY_AND_GROUPED
     )

@@ -47,9 +47,8 @@ DEFAULTS = {
 
 def unused_tensors(config: ModelConfig) -> set[str]:
     """The masks that older files hold, and the head where there is another one."""
-    names = ("attention.bias", "attention.masked_bias")
-    masks = {f"{LAYER}{name}".format(layer=layer) for layer in range(config.layers) for name in names}
-    return masks | ({"embed_out.weight"} if config.head != "lm" or config.tie_embeddings else set())
+    head = {"embed_out.weight"} if config.head != "lm" or config.tie_embeddings else set()
+    return decoder.masks_of(f"{LAYER}attention", config) | head
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

@@ -26,17 +26,13 @@ DEFAULTS = {"rms_norm_eps": 1e-5, "hidden_act": "gelu_new", "rotary_dim": 64}  #
 
 def unused_tensors(config: ModelConfig) -> set[str]:
     """The masks that older files hold, and the bias of the head where there is another one."""
-    names = ("attn.bias", "attn.masked_bias")
-    masks = {f"{LAYER}{name}".format(layer=layer) for layer in range(config.layers) for name in names}
-    return masks | ({"lm_head.bias"} if config.head != "lm" else set())
+    return decoder.masks_of(f"{LAYER}attn", config) | ({"lm_head.bias"} if config.head != "lm" else set())
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = DEFAULTS | renamed(hf, gpt2.NAMES)
+    hf = decoder.with_ffn(DEFAULTS | renamed(hf, gpt2.NAMES))
     width, heads = positive(hf, "hidden_size"), positive(hf, "num_attention_heads")
-    if not hf.get("intermediate_size"):  # null, or left out
-        hf |= {"intermediate_size": 4 * width}
     if hf.get("tie_word_embeddings"):
         refuse("tie_word_embeddings", True, "false")
     rotated = positive(hf, "rotary_dim")
@@ -57,10 +53,8 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own: dict[str, Any] = {"rotary_dim": config.rotated_size}
+    own = {"rotary_dim": config.rotated_size, **decoder.unsaid_ffn(config, base, "n_inner")}
     if base is None:
         own["n_positions"] = 2048
-    elif not base.get("n_inner") and config.ffn == 4 * config.width:
-        own["intermediate_size"] = base.get("n_inner")
     without = (*decoder.ROTARY_AND_GROUPED, *(("max_position_embeddings",) if base is None else ()))
     return decoder.from_own_names(config, base, gpt2.NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own, without)
