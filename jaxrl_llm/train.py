@@ -234,8 +234,7 @@ def train(
                 if saves or last:
                     hooks("on_checkpoint", step, log.newest, current)
                     with stopwatch("checkpoint"):
-                        for lock in locks:
-                            lock.check()
+                        _check_locks(locks)
                         host = {
                             **run.source.get_state(),
                             **log.counts,
@@ -281,8 +280,7 @@ def _exported(
         log.warn(checkpoints.warnings())
     trained, critic = finished_models(run, state)
     averaged = None if run.average is None else replace(trained, params=run.average.of_model(trained.params))
-    for lock in locks:
-        lock.check()
+    _check_locks(locks)
     export_run(folder, checkpoints.outcome, trained, critic, logger.note, averaged)
     checkpoints.exported = folder / "hf"
     with processes.all_or_none(), writing(folder):
@@ -366,6 +364,11 @@ def _lock(folder: Path, checkpoints: Any, stack: contextlib.ExitStack) -> list[R
             if is_remote(checkpoints) or not checkpoints.is_relative_to(folder.absolute()):
                 locks.append(stack.enter_context(RunLock(checkpoints, "checkpoint.folder")))
     return locks
+
+
+def _check_locks(locks: list[RunLock]) -> None:
+    for lock in locks:
+        lock.check()
 
 
 def _due(step: int, every: int) -> bool:
