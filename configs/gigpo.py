@@ -43,7 +43,7 @@ def get_config(arg: str = ""):
     config.rollout.max_prompt_length = 8
     config.rollout.max_completion_length = 72
     config.batch.prompts = 2 if arg == "tiny" else 1  # many episodes a step average out the noise of other turns
-    config.optimizer.schedule = "constant"
+    config.optimizer.schedule, config.optimizer.min_lr_ratio = "constant", 0.0
     config.eval.every = 4
     config.eval.prompts, config.eval.samples = 8 if arg == "tiny" else 64, 2
     return config

@@ -9,12 +9,14 @@ from jaxrl_llm.config.checks.values import (
     named_policy_loss,
     reference_adapters,
     takes,
+    value_of,
 )
 from jaxrl_llm.config.entries import environment_options
 from jaxrl_llm.config.resolve import is_own, split_losses, split_options
-from jaxrl_llm.config.schema import BY_NAME, KEYS, OFFLINE, ONLINE_PREFERENCE, ConfigDict
+from jaxrl_llm.config.schema import BY_NAME, KEYS, OFFLINE, ONLINE_PREFERENCE, SCHEDULES, ConfigDict
 
 OF_ADAPTERS = ("lora.alpha", "lora.rslora", "lora.init", "lora.dropout", "lora.targets", "lora.reference")
+OF_NEW_ADAPTERS = ("lora.alpha", "lora.rslora", "lora.init", "lora.targets")
 OF_GIVEN_ROWS = ("data.loss_on", "data.precompute_reference")
 OF_CURRICULA = ("data.curriculum_revisit", "data.curriculum_visits", "data.curriculum_decay")
 OF_REFERENCES = ("algorithm.offload_reference", "algorithm.ref_mixup_alpha")
@@ -23,6 +25,15 @@ OF_PREFERENCES = (
     "algorithm.loss_weights", REFERENCE_FREE, "algorithm.ld_alpha", "algorithm.use_weighting",
 )  # fmt: skip
 OF_PAIRS = ("algorithm.pairs",)  # of samples
+OF_ROLLOUTS = (  # of training; evaluations sample too
+    "rollout.devices", "rollout.processes", "rollout.staleness", "rollout.partial_prompts", "rollout.partial_tokens",
+    "rollout.update_in_flight", "rollout.max_wait", "rollout.arrivals",
+)  # fmt: skip
+OF_EPISODES = (
+    "environment.max_turns", "environment.max_tool_calls", "environment.timeout", "environment.workers",
+    "environment.on_error",
+)  # fmt: skip
+OF_AGENTS = ("environment.agent_timeout", "environment.agent_tokens", "environment.agent_branches")
 # Of algorithms that sample: what ranks completions, beside what losses of pairs read.
 OF_RANKS = (
     "algorithm.beta", "algorithm.mask_truncated", "algorithm.reward_clip", "algorithm.overlong_buffer",
@@ -43,10 +54,25 @@ NOT_OF = {  # an optimizer, what its formula has not
     "adafactor": ("optimizer.b1", "optimizer.b2", "optimizer.eps"), "came": ("optimizer.eps",),
     "lion": ("optimizer.eps",), "sgd": ("optimizer.b2", "optimizer.eps"),
 }  # fmt: skip
+OF_SCHEDULES = {  # a setting, and the schedules that read it
+    "optimizer.min_lr_ratio": {*SCHEDULES} - {"constant"},
+    "optimizer.cycles": {"cosine", "cosine_with_restarts"},
+    "optimizer.decay_shape": {"wsd"},
+}
 OF_CRITICS = ("critic.b1", "critic.b2", "critic.weight_decay")
+OF_SHARED_CRITICS = ("critic.shared", "critic.coef", "critic.epsilon")
 OF_RATIOS = ("algorithm.epsilon_low", "algorithm.epsilon_high")
-# Of algorithms that sample: a setting, the value with which others have no effect, and these.
+# A setting, the value with which others have no effect, and these.
 OF_OTHERS = (
+    ("optimizer.weight_decay_end", None, ("optimizer.weight_decay_shape",)),
+    ("optimizer.lisa_layers", 0, ("optimizer.lisa_every",)),
+    ("batch.packing", "false", ("batch.pack_length", "batch.microbatch_tokens", "batch.logps_microbatch_tokens")),
+    ("checkpoint.best", None, ("checkpoint.best_mode",)),
+    ("logging.profile_steps", None, ("logging.profile_process",)),
+    ("environment.agent", None, OF_AGENTS),
+)
+# The same, of algorithms that sample.
+OF_SAMPLES = (
     ("algorithm.kl_controller", "fixed", ("algorithm.kl_target", "algorithm.kl_horizon")),
     ("algorithm.entropy_controller", "fixed",
      ("algorithm.entropy_target", "algorithm.entropy_delta", "algorithm.entropy_coef_min",
@@ -63,12 +89,17 @@ OF_ALL = (
 )  # fmt: skip
 
 
-def unread(config: ConfigDict) -> list[str]:
-    """A sentence for each reason for which settings have no effect in this run, with their names."""
-    reasons = _of_algorithm(config) | _of_data(config) | _of_loss(config) | _of_optimizer(config)
-    reasons |= _of_reference(config)
-    for key, value, others in OF_OTHERS if config.algorithm.name not in OFFLINE else ():
-        if config.algorithm[key.partition(".")[2]] == value:
+def unread(config: ConfigDict, adapted: bool, plays: bool) -> list[str]:
+    """A sentence for each reason for which settings have no effect in this run, with their names.
+
+    `adapted` is true where the model has adapters, and `plays` where there are environments, tools or agents: either
+    may be given in memory.
+    """
+    reasons = _of_algorithm(config) | _of_adapters(config, adapted) | _of_data(config) | _of_loss(config)
+    reasons |= _of_optimizer(config) | _of_critic(config) | _of_reference(config, adapted)
+    reasons["there is no environment, tool or agent"] = () if plays else OF_EPISODES
+    for key, value, others in (*OF_OTHERS, *(OF_SAMPLES if config.algorithm.name not in OFFLINE else ())):
+        if value_of(config, key) == value:
             reasons[f"{key} is {BY_NAME[key].show(value)}"] = others
     found = {reason: ", ".join(key for key, _ in changed(config, keys)) for reason, keys in reasons.items()}
     return [f"{reason}: {keys} has no effect" for reason, keys in found.items() if keys]
@@ -78,20 +109,17 @@ Reasons = dict[str, tuple[str, ...]]  # with the settings that each leaves witho
 
 
 def _of_algorithm(config: ConfigDict) -> Reasons:
-    """What the algorithm has no part for, or the model none to train."""
+    """What the algorithm has no part for."""
     name, online = config.algorithm.name, config.algorithm.name not in OFFLINE
     compares_pairs, of_samples = name in ("preference", ONLINE_PREFERENCE), name == ONLINE_PREFERENCE
     of_losses = (*OF_ALL, *OF_REFERENCES, *OF_PREFERENCES, *OF_PAIRS)
     of_policies = tuple(key for key in _keys("algorithm.") if key not in of_losses)
-    unsampled = (*of_policies, *OF_REFERENCES)
+    unsampled = (*of_policies, *OF_REFERENCES, *_named_reference(config))
     if name == "preference":
         unsampled = tuple(key for key in of_policies if key != "algorithm.beta")
     unranked = tuple(key for key in of_policies if key not in OF_RANKS)
     named = f"algorithm.name is {name}, which"
     return {
-        "lora.rank is 0 and lora.path none, so there are no adapters and all of the model is trained": (
-            () if config.lora.rank or config.lora.path else OF_ADAPTERS
-        ),
         f"{named} has no critic": () if name == "ppo" else _keys("critic."),
         f"{named} samples its rows": OF_GIVEN_ROWS if online and config.teacher.on_policy == 1 else (),
         f"{named} compares no pairs": () if compares_pairs else OF_PREFERENCES,
@@ -100,7 +128,19 @@ def _of_algorithm(config: ConfigDict) -> Reasons:
         f"{named} has no reference": () if online or name == "preference" else ("data.precompute_reference",),
         f"{named} reads whole completions": ("data.loss_on",) if name in ("preference", "reward_model") else (),
         f"{named} reads no steps": () if name == "process_reward_model" else ("data.step_separator",),
-        f"{named} samples no completions to learn from": () if online else unsampled,
+        f"{named} samples no completions to learn from": () if online else (*unsampled, *OF_ROLLOUTS),
+    }
+
+
+def _of_adapters(config: ConfigDict, adapted: bool) -> Reasons:
+    """What is of adapters, where there are none or the model brings its own."""
+    return {
+        "lora.rank is 0 and lora.path none, so there are no adapters and all of the model is trained": (
+            () if adapted else OF_ADAPTERS
+        ),
+        "lora.rank is 0, and the adapters that are trained on have such of their own": (
+            OF_NEW_ADAPTERS if adapted and not config.lora.rank else ()
+        ),
     }
 
 
@@ -153,16 +193,31 @@ def _of_optimizer(config: ConfigDict) -> Reasons:
             for names, keys in OF_SOME_OPTIMIZERS
         },
         f"optimizer.name is {optimizer}, whose formula has no such number": NOT_OF.get(optimizer, ()),
-        "optimizer.lisa_layers is 0, so that all layers are updated": (
-            () if config.optimizer.lisa_layers else ("optimizer.lisa_every",)
-        ),
     }
 
 
-def _of_reference(config: ConfigDict) -> Reasons:
+def _of_critic(config: ConfigDict) -> Reasons:
+    """What is of an optimizer of the critic's own, or of its share in the policy's; and of the schedules of both."""
+    shared, ppo = config.critic.shared, config.algorithm.name == "ppo"
+    schedules = {"optimizer.schedule": config.optimizer.schedule}
+    if ppo and not shared:
+        schedules["critic.schedule"] = config.critic.schedule
+    named = " and ".join(f"{key} is {schedule}" for key, schedule in schedules.items())
+    ends = schedules.get("critic.schedule") != "constant"
+    of_own = tuple(key for key in _keys("critic.") if key not in OF_SHARED_CRITICS)
+    return {
+        named: tuple(key for key, readers in OF_SCHEDULES.items() if readers.isdisjoint(schedules.values())),
+        "critic.schedule is constant": () if ends else ("critic.min_lr_ratio",),
+        "critic.shared is true, so that the policy's optimizer trains it": of_own if ppo and shared else (),
+        "critic.shared is false": ("critic.coef",) if ppo and not shared else (),
+    }
+
+
+def _of_reference(config: ConfigDict, adapted: bool) -> Reasons:
     """What a reference or a teacher would read, where there is none or it shares the policy's parameters."""
     name, online = config.algorithm.name, config.algorithm.name not in OFFLINE
-    adapted, compares_pairs = bool(config.lora.rank or config.lora.path), name in ("preference", ONLINE_PREFERENCE)
+    compares_pairs = name in ("preference", ONLINE_PREFERENCE)
+    of_references = (*OF_REFERENCES, *_named_reference(config))
     betas = (options.get("beta") for options in environment_options(config.environment.options).values())
     has_beta = bool(config.algorithm.beta or any(betas))
     compared = compares_pairs and _compares(config.algorithm.loss)
@@ -171,13 +226,13 @@ def _of_reference(config: ConfigDict) -> Reasons:
     teacher, options = split_options(config.teacher.path or "")
     return {
         f"algorithm.loss is {config.algorithm.loss}, which reads no reference": (
-            (*OF_REFERENCES, REFERENCE_FREE, "data.precompute_reference") if compares_pairs and not compared else ()
+            (*of_references, REFERENCE_FREE, "data.precompute_reference") if compares_pairs and not compared else ()
         ),
         "algorithm.reference_free is true, so that no reference is read": (
-            (*OF_REFERENCES, "data.precompute_reference") if compared and not given else ()
+            (*of_references, "data.precompute_reference") if compared and not given else ()
         ),
         "algorithm.beta is 0, so that there is no reference": (
-            (*OF_REFERENCES, "algorithm.kl") if online and not refers and not compares_pairs else ()
+            (*of_references, "algorithm.kl") if online and not refers and not compares_pairs else ()
         ),
         "algorithm.ref_sync_steps is 0, so that the reference never moves": (
             ("algorithm.ref_mixup_alpha",) if refers and not config.algorithm.ref_sync_steps else ()
@@ -200,6 +255,11 @@ def _compares(written: str) -> bool:
 
     names = (split_options(loss)[0] for loss in split_losses(written))
     return any(name not in LOSSES or getattr(LOSSES[name], "reference", False) for name in names)
+
+
+def _named_reference(config: ConfigDict) -> tuple[str, ...]:
+    """The setting of the reference's adapters, where the policy's are named; given ones set it themselves."""
+    return ("lora.reference",) if config.lora.rank or config.lora.path else ()
 
 
 def _keys(prefix: str) -> tuple[str, ...]:

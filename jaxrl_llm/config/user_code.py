@@ -37,11 +37,14 @@ class LeftError(Exception):
 def contained() -> Iterator[None]:
     """Raise LeftError for what a function raises beside ordinary errors.
 
-    Ctrl-C passes, and so do this package's own exits and the cancellation of the coroutine that this is in.
+    Ctrl-C passes, and so do this package's own exits and the cancellation of the coroutine that this is in. A process
+    that the function has forked ends here, where it would go on as a second run: it returned, or could not start its
+    program.
     """
     if not is_worker:
         os._exit = _end_process  # with which a function would end the run, and with code 0 as if it were done
-    token = _process.set(os.getpid())
+    process = os.getpid()
+    token = _process.set(process)
     try:
         yield
     except Exception:
@@ -52,6 +55,10 @@ def contained() -> Iterator[None]:
         said = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"it raised {error!r}"
         raise LeftError(f"{said}, in {place(error)}").with_traceback(error.__traceback__) from error
     finally:
+        if os.getpid() != process:
+            if sys.exc_info()[0] is not None:
+                tracebacks.print_exc()
+            _exit(1)
         _process.reset(token)
 
 

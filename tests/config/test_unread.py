@@ -12,16 +12,22 @@ import pytest
 
 from jaxrl_llm.algorithms import policy_losses
 from jaxrl_llm.config import default
+from jaxrl_llm.config.checks.values import ENVIRONMENTS, in_use
 from jaxrl_llm.config.schema import BY_NAME
 from jaxrl_llm.config.unread import (
     OF_ADAPTERS,
     OF_ALL,
     OF_CRITICS,
+    OF_EPISODES,
     OF_GIVEN_ROWS,
     OF_OPTIMIZERS,
     OF_OTHERS,
     OF_PREFERENCES,
     OF_REFERENCES,
+    OF_ROLLOUTS,
+    OF_SAMPLES,
+    OF_SCHEDULES,
+    OF_SHARED_CRITICS,
     unread,
 )
 
@@ -35,7 +41,12 @@ def told(name: str = "grpo", **settings) -> list[str]:
     for key, value in settings.items():
         section, leaf = key.split("__")
         config[section][leaf] = value
-    return unread(config)
+    return read_by(config)
+
+
+def read_by(config) -> list[str]:
+    """What is unread where the configuration names all that there is, and nothing is given in memory."""
+    return unread(config, bool(config.lora.rank or config.lora.path), any(True for _ in in_use(config, ENVIRONMENTS)))
 
 
 def own_loss(logps, advantages, epsilon_low):
@@ -119,6 +130,37 @@ def own_loss(logps, advantages, epsilon_low):
         ({"algorithm__importance_max": 2.0}, "importance_correction is none: algorithm.importance_max has no effect"),
         ({"algorithm__overlong_penalty": 2.0}, "overlong_buffer is 0: algorithm.overlong_penalty has no effect"),
         ({"algorithm__max_sampling_rounds": 3}, "dynamic_sampling is false: algorithm.max_sampling_rounds has no"),
+        (
+            {"lora__path": "a", "lora__alpha": 32.0, "lora__targets": ("q_proj",)},
+            "own: lora.alpha, lora.targets",
+        ),
+        ({**ADAPTED, "lora__reference": "copy"}, "there is no reference: lora.reference has no effect"),
+        ({"name": "sft", **ADAPTED, "lora__reference": "copy"}, "samples no .*: lora.reference has no effect"),
+        (
+            {"name": "sft", "rollout__staleness": 2, "rollout__devices": 1},
+            "rollout.devices, rollout.staleness has",
+        ),
+        ({"environment__max_turns": 3}, "no environment, tool or agent: environment.max_turns has no effect"),
+        ({"environment__agent_timeout": 3.0}, "environment.agent is none: environment.agent_timeout has no effect"),
+        ({"optimizer__min_lr_ratio": 0.1}, "optimizer.schedule is constant: optimizer.min_lr_ratio has no effect"),
+        (
+            {"optimizer__schedule": "linear", "optimizer__cycles": 2.0, "optimizer__decay_shape": "cosine"},
+            "schedule is linear: optimizer.cycles, optimizer.decay_shape has no effect",
+        ),
+        (
+            {"name": "ppo", "optimizer__cycles": 2.0},
+            "and critic.schedule is constant: optimizer.cycles has",
+        ),
+        ({"name": "ppo", "critic__min_lr_ratio": 0.1}, "^critic.schedule is constant: critic.min_lr_ratio has no"),
+        (
+            {"name": "ppo", "critic__shared": True, "critic__learning_rate": 1e-4, "critic__max_grad_norm": 0.5},
+            "critic.shared is true, .*: critic.learning_rate, critic.max_grad_norm has no effect",
+        ),
+        ({"name": "ppo", "critic__coef": 0.5}, "critic.shared is false: critic.coef has no effect"),
+        ({"optimizer__weight_decay_shape": "cosine"}, "weight_decay_end is none: optimizer.weight_decay_shape has no"),
+        ({"batch__packing": "false", "batch__pack_length": 64}, "batch.packing is false: batch.pack_length has no"),
+        ({"checkpoint__best_mode": "min"}, "checkpoint.best is none: checkpoint.best_mode has no effect"),
+        ({"logging__profile_process": 1}, "profile_steps is none: logging.profile_process has no effect"),
     ],
 )
 def test_settings_without_effect_are_named(settings, words):
@@ -130,12 +172,17 @@ def test_settings_without_effect_are_named(settings, words):
     "settings",
     [
         {"lora__rank": 8, "lora__alpha": 32.0},
-        {"lora__path": "folder", "lora__reference": "copy"},
+        {"lora__path": "folder", "lora__reference": "copy", **BETA},
         {"data__sources": ("a",), "data__split": "b", "data__streaming": True, "data__shuffle_buffer": 9},
         {"data__curriculum_hard": 0.1, "data__curriculum_visits": 2, "data__eval_path": "a"},
         {"name": "sft", "data__max_length": 9},
         {"data__format": "own.py:form", "data__max_length": 9},
         {"name": "ppo", "critic__learning_rate": 1e-4},
+        {"name": "ppo", "critic__shared": True, "critic__coef": 0.5, "critic__epsilon": 0.1},
+        {"name": "ppo", "critic__schedule": "cosine", "optimizer__cycles": 1.0, "optimizer__min_lr_ratio": 0.1},
+        {"optimizer__schedule": "wsd", "optimizer__decay_shape": "cosine"},
+        {"environment__name": "a", "environment__max_turns": 3},
+        {"environment__agent": "a.py:f", "environment__agent_timeout": 3.0, "environment__workers": 2},
         {"optimizer__name": "optax:nadam", "optimizer__max_grad_norm": 0.5},
         {"optimizer__name": "lion", "optimizer__b1": 0.95},
         {**BETA, "algorithm__offload_reference": True},
@@ -163,18 +210,29 @@ def test_settings_that_are_read_are_not(settings):
     assert told(**settings) == []
 
 
+def test_what_is_given_in_memory_reads_its_settings():
+    """A model with adapters, whose reference `train` sets itself, and an environment."""
+    config = default()
+    config.lora.dropout, config.lora.reference, config.environment.max_turns = 0.1, "start", 3
+    assert unread(config, adapted=True, plays=True) == []
+    config.lora.alpha = 32.0
+    (line,) = unread(config, adapted=True, plays=True)
+    assert "trained on have such of their own: lora.alpha has no effect" in line
+
+
 def test_no_configuration_that_ships_has_a_setting_without_effect():
     paths = sorted(path for path in (ROOT / "configs").rglob("*.py") if not path.name.startswith("_"))
     made = {path: runpy.run_path(str(path)).get("get_config") for path in paths}
     assert sum(make is not None for make in made.values()) > 30
-    assert {path.name: lines for path, make in made.items() if make is not None and (lines := unread(make()))} == {}
+    assert {path.name: lines for path, make in made.items() if make is not None and (lines := read_by(make()))} == {}
     further = runpy.run_path(str(ROOT / "configs" / "further.py"))
-    assert {form: lines for form in further["FORMS"] if (lines := unread(further["get_config"](form)))} == {}
+    assert {form: lines for form in further["FORMS"] if (lines := read_by(further["get_config"](form)))} == {}
 
 
 def test_the_names_are_those_of_settings():
     groups = (OF_ADAPTERS, OF_GIVEN_ROWS, OF_REFERENCES, OF_PREFERENCES, OF_ALL, OF_OPTIMIZERS, OF_CRITICS)
-    groups += tuple((key, *others) for key, _, others in OF_OTHERS)
+    groups += (OF_SHARED_CRITICS, OF_ROLLOUTS, OF_EPISODES, OF_SCHEDULES)
+    groups += tuple((key, *others) for key, _, others in (*OF_OTHERS, *OF_SAMPLES))
     assert {name for group in groups for name in group} <= BY_NAME.keys()
 
 

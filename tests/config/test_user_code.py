@@ -67,6 +67,21 @@ def test_a_cancellation_from_outside_passes():
     asyncio.run(cancels())
 
 
+@pytest.mark.parametrize(("ends", "words"), [("pass", ""), ("os.execvp('no-program', ['x'])", "FileNotFoundError")])
+def test_a_process_that_a_function_forks_is_no_second_run(ends, words):
+    code = f"""
+import os
+from jaxrl_llm.config.user_code import contained
+with contained():
+    if not (child := os.fork()):
+        {ends}
+print("goes on", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout, done.returncode) == ("goes on 1\n", 0)
+    assert words in done.stderr and bool(done.stderr) == bool(words)
+
+
 def test_files_that_leave_when_they_are_read(tmp_path):
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(ConfigError, match=r"leaves.py:2: LeftError: it called sys.exit\(0\)"):

@@ -28,7 +28,7 @@ def warnings_of(
 ) -> list[str]:
     """All of them; `advantages` are those of an online algorithm."""
     return [
-        *unread(config),
+        *unread(config, has_adapters(model.params), environments is not None),
         *rotary.unread(model.hf_config or {}),
         *narrow_updates(config, model),
         *untrained_policy(config),
