@@ -19,6 +19,7 @@ from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError, closest
 
+ANSWERS = ("ground_truth", "solution")  # columns that hold the right answer in data of verl's and TRL's users
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")  # the batch form adds an s to each
 
 
@@ -200,14 +201,16 @@ def accepted(name: str, grader: Any, inputs: dict[str, list[Any]], services: Ite
     """The inputs that a grader's signature takes; `services` are further arguments that it may require.
 
     A required argument named by the plural of a column, `answers` where the data has `answer`, gets that column:
-    functions take lists, and examples of axolotl and verl are written so. Raises RewardError for a required argument
-    that is none of these.
+    functions take lists, and examples of axolotl and verl are written so. The `answer` of our own functions, but for
+    exact_match, is the first of ANSWERS where there is no such column. Raises RewardError for a required argument that
+    is none of these, and for a function that takes nothing of the rows.
     """
     if isinstance(grader, RowGrader):
         return inputs
     # Options of our own functions are keyword-only, and set by name: a column that is called so is none of them.
     function = grader.func if isinstance(grader, functools.partial) else grader
-    if str(getattr(function, "__module__", None)).startswith("jaxrl_llm.rewards."):
+    is_ours = str(getattr(function, "__module__", None)).startswith("jaxrl_llm.rewards.")
+    if is_ours:
         options = [each.name for each in _parameters(function).values() if each.kind is each.KEYWORD_ONLY]
         inputs = {key: values for key, values in inputs.items() if key not in options}
     plurals = {}
@@ -215,7 +218,9 @@ def accepted(name: str, grader: Any, inputs: dict[str, list[Any]], services: Ite
         is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         is_required = parameter.default is parameter.empty and not is_variadic
         if is_required and parameter.name not in inputs and parameter.name not in services:
-            if (column := parameter.name.removesuffix("s")) not in inputs:
+            others = ANSWERS if is_ours and parameter.name == "answer" and name != "exact_match" else ()
+            column = next((one for one in (parameter.name.removesuffix("s"), *others) if one in inputs), None)
+            if column is None:
                 way_out = f"the closest is {closest(parameter.name, inputs)}"
                 if name == "exact_match":
                     way_out = "rewards.functions has it unless others are named: name yours"
@@ -231,7 +236,13 @@ def accepted(name: str, grader: Any, inputs: dict[str, list[Any]], services: Ite
         # An option that a specification sets is not overwritten by a column of the same name.
         options = grader.keywords if isinstance(grader, functools.partial) else {}
         return {key: values for key, values in inputs.items() if key not in options} | plurals
-    return {key: values for key, values in inputs.items() if accepts(grader, key)} | plurals
+    taken = {key: values for key, values in inputs.items() if accepts(grader, key)} | plurals
+    if not taken:
+        raise RewardError(
+            f"reward {name!r} takes no column, and neither prompts nor completions, so that it does not see the rows "
+            "that it is to score: give it the argument completions"
+        )
+    return taken
 
 
 def is_rowwise(grader: Any) -> bool:

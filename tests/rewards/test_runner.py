@@ -485,6 +485,31 @@ def test_a_missing_column_is_named_with_the_closest():
             grade("exact_match", ["a"], columns)
 
 
+def test_a_function_that_sees_no_rows_is_refused():
+    def blind(trainer_state):
+        return [1.0]
+
+    with pytest.raises(
+        RewardError, match=r"reward 'blind' takes no column, and neither .*: give it the argument compl"
+    ):
+        grade(blind, ["a"])
+
+
+def test_right_answers_in_columns_of_other_libraries():
+    """As `solution` of TRL's accuracy_reward; `answer` goes before them, and functions of the user's own are strict."""
+
+    def own(completions, answer, **_):
+        return [1.0] * len(completions)
+
+    texts, wrong = [r"\boxed{5}"] * 2, ["6", "6"]
+    for columns in ({"solution": [r"so $\boxed{5}$", "6"]}, {"ground_truth": ["5", "6"], "solution": wrong}):
+        assert grade("boxed_accuracy", texts, columns)[:, 0].tolist() == [1.0, 0.0]
+    assert grade("boxed_accuracy", texts, {"solution": wrong, "answer": ["5", "5"]})[:, 0].tolist() == [1.0, 1.0]
+    for function, name in ((own, "own"), ("exact_match", "exact_match")):
+        with pytest.raises(RewardError, match=f"reward '{name}' needs 'answer'"):
+            grade(function, texts, {"solution": wrong})
+
+
 def test_inputs_that_do_not_fit():
     with pytest.raises(RewardError, match="answer has 1 values for 2 prompts"):
         grade(length, ["a", "b"], {"answer": [1]})
