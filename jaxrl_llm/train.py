@@ -104,6 +104,7 @@ def train(
     peft_config=None,
     optimizers=None,
     compute_metrics=None,
+    quantization_config=None,
     **others,
 ) -> Result:
     """The trained model, after `config.total_steps` steps; files are left in `config.output_dir`.
@@ -116,8 +117,9 @@ def train(
     those of `callbacks`.
 
     model is one in memory (that of `load_model`, or of the Result of an earlier run), which stays as it is, or a path;
-    tokenizer one of transformers. peft_config (PEFT's LoraConfig) sets the keys of `lora`. optimizers is an optimizer
-    of optax, a schedule, or a pair of both. compute_metrics gets the completions of each evaluation
+    tokenizer one of transformers. peft_config (PEFT's LoraConfig) sets the keys of `lora`, and quantization_config
+    (transformers' BitsAndBytesConfig) `model.quantize`. optimizers is an optimizer of optax, a schedule, or a pair of
+    both. compute_metrics gets the completions of each evaluation
     (`training.evaluation.run.Predictions`) and returns numbers by name. TRL's names reward_funcs, processing_class and
     environment_factory are taken too. See docs/python.md.
 
@@ -129,6 +131,7 @@ def train(
         others,
         peft_config,
         optimizers,
+        quantization_config,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         rewards=rewards,

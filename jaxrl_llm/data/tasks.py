@@ -9,7 +9,8 @@ CRC-32 of its text, so the splits are disjoint by construction, whatever the siz
 | 1 | `validation` | tuning settings |
 | 2 to 7 | `train` | training |
 
-`task:shapes` asks about images (shapes.py), and `task:shapes_blank` the same about grey ones.
+`task:shapes` asks about images (shapes.py), and `task:shapes_blank` the same about grey ones. `task:seeds` has numbers
+of which environments make prompts.
 
 `task:reasoning_gym(leg_counting, size=1000)` is a task of the package reasoning-gym, and
 `task:verifiers(taskset='my-taskset')` are the tasks of a taskset of the package verifiers.
@@ -36,8 +37,8 @@ WRONG_SHARE = 0.6
 MISTAKE_SHARE = 0.15  # of the steps that have a choice
 END_OF_TURN = "<|end|>"  # of the embedded models
 QUESTIONS = 10  # in a row of `smallest`
-# An entry's seed is reasoning-gym's data set's plus its index: splits start far from each other.
-REASONING_GYM_SEEDS = {"train": 0, "validation": 10**9, "test": 2 * 10**9}
+# Of entries of reasoning-gym (its data set's seed plus their index) and of `seeds`: splits start far from each other.
+FIRST_SEEDS = {"train": 0, "validation": 10**9, "test": 2 * 10**9}
 
 
 def split_of(prompt: str) -> str:
@@ -70,8 +71,9 @@ def generate(name: str, split: str = "train", size: int | None = None, seed: int
     question is the prompt, and the column questions holds all, each of the row's split. `smallest_demos` are games
     begun, with questions and answers before the last question, and a completion that is wrong with probability 0.6:
     another of its digits. `sort_steps` takes the smallest of the digits that are left in each step, or by mistake
-    another, for process reward models: completions are the steps, and labels are false from the first mistake on. Sizes
-    default to 16384 for train and 1024 for validation and test.
+    another, for process reward models: completions are the steps, and labels are false from the first mistake on.
+    `seeds` is for environments that make their prompts themselves: an empty message of the user, and a number, `seed`,
+    that no other row of any split has. Sizes default to 16384 for train and 1024 for validation and test.
 
     A `name` such as `reasoning_gym(leg_counting, size=1000)` is that of `reasoning_gym_rows`, and
     `verifiers(taskset='my-taskset')` that of `verifiers_rows`.
@@ -82,10 +84,10 @@ def generate(name: str, split: str = "train", size: int | None = None, seed: int
         return reasoning_gym_rows(name, split)
     if name.startswith("verifiers("):
         return verifiers_rows(name)
-    if name not in (*TASKS, *shapes.NAMES):
+    if name not in (known := (*TASKS, *shapes.NAMES, "seeds")):
         raise ConfigError(
-            f"there is no built-in task {name!r}; known are {', '.join(sorted((*TASKS, *shapes.NAMES)))}; "
-            f"the closest is {closest(name, (*TASKS, *shapes.NAMES))}"
+            f"there is no built-in task {name!r}; known are {', '.join(sorted(known))}; the closest is "
+            f"{closest(name, known)}"
         )
     if split not in SPLITS:
         raise ConfigError(f"task:{name} has no split {split!r}; its splits are {', '.join(SPLITS)}")
@@ -94,6 +96,9 @@ def generate(name: str, split: str = "train", size: int | None = None, seed: int
         raise ConfigError(f"task:{name} cannot have {size} rows; ask for 1 to {LARGEST}")
     if name in shapes.NAMES:
         return shapes.rows(name, split, size, seed)
+    if name == "seeds":
+        first = FIRST_SEEDS[split] + seed * LARGEST
+        return [{"prompt": [{"role": "user", "content": ""}], "seed": first + number} for number in range(size)]
     draw = random.Random(f"{name}/{split}/{seed}")
     prompts = _questions(split, draw) if name in ("smallest", "smallest_demos") else _sort_prompts(split, draw)
     return [TASKS[name](next(prompts), draw) for _ in range(size)]
@@ -121,7 +126,7 @@ def reasoning_gym_rows(spec: str, split: str = "train") -> list[Row]:
     if split not in SIZES:
         raise ConfigError(f"task:{spec} has no split {split!r}; its splits are {', '.join(SIZES)}")
     size = options.pop("size", SIZES[split])
-    config = {"name": task, "size": size, "seed": options.pop("seed", 0) + REASONING_GYM_SEEDS[split], **options}
+    config = {"name": task, "size": size, "seed": options.pop("seed", 0) + FIRST_SEEDS[split], **options}
     try:
         dataset = create_dataset(**config)
     except (TypeError, AssertionError, ValueError) as error:

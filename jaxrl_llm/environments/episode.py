@@ -13,6 +13,7 @@ from jaxrl_llm.environments.protocol import (
     EpisodeError,
     Step,
     checked_step,
+    content_parts,
     encodable,
     finite,
     is_messages,
@@ -78,17 +79,18 @@ class Episode:
     def opening_prompt(self, prompt: Any, opening: Any) -> Any:
         """The prompt of the episode: the row's own, or the opening that `reset` returned.
 
-        From an environment whose methods are tools, an opening that is text is added to the last message.
-        Raises EpisodeError for an opening that is neither text nor messages.
+        From an environment whose methods are tools, an opening that is text, or a list of text and images, is added to
+        the last message. Raises EpisodeError for an opening that is neither of these nor messages.
         """
         if opening is None:
             return prompt
-        if not self.has_step and isinstance(opening, str):
-            if isinstance(prompt, str):
-                return prompt + opening
+        if not self.has_step and isinstance(opening, str) and isinstance(prompt, str):
+            return prompt + opening
+        if not self.has_step and not isinstance(prompt, str) and (isinstance(opening, str) or _is_content(opening)):
             content = prompt[-1].get("content") or ""
-            more = content + opening if isinstance(content, str) else [*content, {"type": "text", "text": opening}]
-            return [*prompt[:-1], {**prompt[-1], "content": more}]
+            if not (isinstance(content, str) and isinstance(opening, str)):
+                content, opening = ([text] if isinstance(text, str) else [*text] for text in (content or [], opening))
+            return [*prompt[:-1], *with_parts([{**prompt[-1], "content": content + opening}])]
         if isinstance(opening, str) and opening:
             return opening
         if is_messages(opening):
@@ -204,6 +206,12 @@ class Episode:
 
     async def _awaited(self, returned: Awaitable[Any]) -> TurnResult:
         return self._stepped(await returned)
+
+
+def _is_content(opening: Any) -> bool:
+    """True for a list of text and images, which are no messages."""
+    parts = content_parts(opening) if isinstance(opening, list) and not is_messages(opening) else ()
+    return bool(parts) and all(isinstance(part, Mapping) and "type" in part for part in parts)
 
 
 async def _gathered(results: Sequence[ToolResult | Awaitable[ToolResult]]) -> TurnResult:

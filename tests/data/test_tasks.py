@@ -52,6 +52,13 @@ def test_rows_depend_on_the_arguments_alone():
     assert [row["prompt"] for row in tasks.generate("sort", "test", 3)] == PINNED
 
 
+def test_seeds_of_splits_are_different_numbers():
+    seeds = {split: [row["seed"] for row in tasks.generate("seeds", split)] for split in tasks.SPLITS}
+    assert len(set().union(*seeds.values())) == sum(tasks.SIZES.values())
+    assert tasks.generate("seeds", size=2) == [{"prompt": [{"role": "user", "content": ""}], "seed": n} for n in (0, 1)]
+    assert seeds["train"][0] != tasks.generate("seeds", seed=1)[0]["seed"]
+
+
 PINNED = ["sort:3339687=", "sort:258477=", "sort:38753="]
 
 
@@ -131,8 +138,8 @@ def test_games_begun():
     [
         (
             ("sorts", "train"),
-            "no built-in task 'sorts'; known are shapes, shapes_blank, smallest, smallest_demos, sort, sort_demos, "
-            "sort_labels, sort_pairs, sort_shown, sort_steps, sort_triples; the closest is sort",
+            "no built-in task 'sorts'; known are seeds, shapes, shapes_blank, smallest, smallest_demos, sort, "
+            "sort_demos, sort_labels, sort_pairs, sort_shown, sort_steps, sort_triples; the closest is sort",
         ),
         (("sort", "dev"), "no split 'dev'; its splits are train, validation, test"),
         (("sort", "train", 0), "cannot have 0 rows"),

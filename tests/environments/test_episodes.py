@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from PIL import Image
 from transformers import AutoTokenizer
 
 from jaxrl_llm.algorithms.turn_advantages import Turn
@@ -18,6 +19,7 @@ from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import chat_ids
 from jaxrl_llm.data.tokenize import RowTokenizer
 from jaxrl_llm.environments.batch import EpisodeBatch
+from jaxrl_llm.environments.episode import Episode
 from jaxrl_llm.environments.factory import Environments, EnvironmentSpec, load_environments
 from jaxrl_llm.environments.games import SmallestOfEach, SortThenSmallest
 from jaxrl_llm.environments.protocol import EpisodeError, Step, checked_step, finite
@@ -475,6 +477,24 @@ def test_environments_of_trl(tokenizer):
         "<|system|>add_one<|end|><|user|>Count! Start at 4.<|end|><|assistant|>"
     )
     assert completions[0][1]["content"] == "now 3"
+
+
+def test_an_opening_of_text_and_images():
+    """TRL's environments may add a list of parts to the last message; a list of anything else is refused."""
+    asked = [{"role": "user", "content": "Look:"}]
+    picture = Image.new("RGB", (2, 2))
+    episode = Episode(Counter(), {}, "Counter", 2)
+    part = {"type": "image", "image": picture}
+    for opening in ([part, "What?"], [picture, {"type": "text", "text": "What?"}]):
+        assert episode.opening_prompt(asked, opening)[-1]["content"] == [
+            {"type": "text", "text": "Look:"}, part, {"type": "text", "text": "What?"},
+        ]  # fmt: skip
+    blank = [{"role": "user", "content": ""}]
+    assert episode.opening_prompt(blank, ["What?"])[-1]["content"] == [{"type": "text", "text": "What?"}]
+    assert asked == [{"role": "user", "content": "Look:"}]
+    for opening in ([1, 2], [{"content": "x"}], {"type": "text"}):
+        with pytest.raises(EpisodeError, match=r"Counter.reset returned .*; return a prompt"):
+            episode.opening_prompt(asked, opening)
 
 
 def test_several_environments_by_column(tokenizer):

@@ -26,6 +26,8 @@ ELSEWHERE = {
     "reward_model": "give it in rewards: a model, or the name model:FOLDER",
     "reward_processing_classes": "a reward model has the tokenizer of its folder, or model:PATH(tokenizer='OTHER')",
     "value_model": "name it with critic.path",
+    "teacher_model": "name it with teacher.path",
+    "compute_loss_func": "a loss of your own is algorithm.loss, path/to/file.py:function",
     "data_collator": "rows are batched by the library; data.format takes a function of a row",
     "formatting_func": "data.format takes a function of a row, path/to/file.py:function",
     "preprocess_logits_for_metrics": "compute_metrics reads completions, and no logits",
@@ -71,7 +73,12 @@ NO_OBJECTS = Given()
 
 
 def take(
-    config, others: Mapping[str, Any], peft_config: Any = None, optimizers: Any = None, **objects: Any
+    config,
+    others: Mapping[str, Any],
+    peft_config: Any = None,
+    optimizers: Any = None,
+    quantization_config: Any = None,
+    **objects: Any,
 ) -> tuple[ConfigDict, Given]:
     """The configuration with the settings that the arguments of `train` stand for, a copy, and the objects.
 
@@ -87,7 +94,7 @@ def take(
     for name, value in others.items():
         own = ALIASES.get(name)
         if own is None:
-            known = (*objects, "peft_config", "optimizers", "callbacks")
+            known = (*objects, "peft_config", "optimizers", "quantization_config", "callbacks")
             where = ELSEWHERE.get(name) or f"the closest is {closest(name, known)}, of {', '.join(known)}"
             raise ConfigError(f"train has no argument {name}: {where}")
         if value is not None and objects[own] is not None:
@@ -119,6 +126,8 @@ def take(
         )
     if peft_config is not None:
         config.lora.update(lora_settings(peft_config))
+    if quantization_config is not None:
+        config.model.quantize = _quantize(quantization_config)
     if objects["compute_metrics"] is not None and not callable(objects["compute_metrics"]):
         raise ConfigError(f"compute_metrics is {_kind(objects['compute_metrics'])}, but it takes a function")
     optimizer, schedule = _optimizers(optimizers)
@@ -176,6 +185,21 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
             for name in ("rank_pattern", "alpha_pattern")
         },
     }  # fmt: skip
+
+
+def _quantize(quantization_config: Any) -> str:
+    """The `model.quantize` that transformers' BitsAndBytesConfig, or a dictionary of its fields, stands for."""
+    names = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
+    is_mapping = isinstance(quantization_config, Mapping)
+    fields = quantization_config if is_mapping else {name: getattr(quantization_config, name, None) for name in names}
+    if fields.get("load_in_4bit"):
+        return "nf4" if fields.get("bnb_4bit_quant_type") == "nf4" else "int4"
+    if fields.get("load_in_8bit"):
+        return "int8"
+    raise ConfigError(
+        f"quantization_config is {_kind(quantization_config)}, but it takes transformers' BitsAndBytesConfig with "
+        "load_in_4bit or load_in_8bit: set model.quantize"
+    )
 
 
 def _model(config, model: Any) -> Model | None:

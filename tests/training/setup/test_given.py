@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+import transformers
 
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError
@@ -52,6 +53,25 @@ def config(tmp_path):
     config.rollout.max_prompt_length, config.batch.prompts = 16, 2
     config.checkpoint.every, config.logging.backends = 0, ("jsonl",)
     return config
+
+
+@pytest.mark.parametrize(
+    ("fields", "quantize"),
+    [
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4"),
+        ({"load_in_4bit": True}, "int4"),
+        ({"load_in_8bit": True}, "int8"),
+    ],
+)
+def test_a_quantisation_of_transformers(config, fields, quantize):
+    for given in (fields, transformers.BitsAndBytesConfig(**fields)):
+        assert take(config, {}, quantization_config=given, **OBJECTS)[0].model.quantize == quantize
+    assert config.model.quantize == "none"
+
+
+def test_a_quantisation_that_is_none(config):
+    with pytest.raises(ConfigError, match=r"quantization_config is a transformers .*, but .*: set model.quantize"):
+        take(config, {}, quantization_config=transformers.BitsAndBytesConfig(), **OBJECTS)
 
 
 def leaves(model):
@@ -230,13 +250,15 @@ def test_a_model_in_memory_and_what_else_is_given(config, tiny_run):
 
 
 @pytest.mark.slow
-def test_a_chain_of_adapters_in_memory(config, tmp_path):
+def test_a_chain_of_adapters_in_memory(config, tmp_path, capsys):
     """Adapters are trained on where no rank is asked for, and merged where new ones are."""
     config.algorithm.name, config.optimizer.learning_rate = "sft", 0.1
     rows = [{"prompt": row["prompt"], "completion": row["answer"]} for row in ROWS]
     first = jaxrl_llm.train(config, rows, model="embedded:sort", peft_config=LoraConfig(2, "all-linear"))
     config.output_dir = str(tmp_path / "on")
+    capsys.readouterr()
     on = jaxrl_llm.train(config, rows, model=first.model)
+    assert "there are no adapters" not in " ".join(capsys.readouterr().out.split())
     assert on.model.net.config.lora.rank == 2
     assert json.loads((on.output_dir / "config.json").read_text())["lora"]["reference"] == "start"
     before, after = (x.params["layers"]["attention"]["q"] for x in (first.model, on.model))
