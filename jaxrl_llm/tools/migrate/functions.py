@@ -53,13 +53,22 @@ class Functions:
             if missing:
                 self.missing[node.id] = sorted(set(missing))
             return f"{self.file}:{node.id}"
-        if not isinstance(node, ast.Call | ast.Lambda) or self._wanting(node):
+        if not isinstance(node, ast.Call | ast.Lambda | ast.Dict | ast.Attribute) or self._wanting(node):
             return None
         name = f"made_{len(self.chosen) + 1}"
         for part in self._free(node):
             self._take(part)
         self.chosen[name] = f"{name} = {ast.unparse(node)}"
         return f"{self.file}:{name}"
+
+    def add_text(self, node: ast.expr, rows: str | None) -> str:
+        """Choose the format of rows of text that a function `node` of a row makes, or of what the chosen function
+        `rows` makes of it; return its name for a configuration."""
+        row = ast.Name("row") if rows is None else ast.Call(ast.Name(rows.rpartition(":")[2]), [ast.Name("row")], [])
+        if missing := [name for part in sorted(self._free(node)) for name in self._take(part)]:
+            self.missing["text_of"] = sorted(set(missing))
+        self.chosen["text_of"] = f'def text_of(row):\n    return {{"text": {ast.unparse(ast.Call(node, [row], []))}}}'
+        return f"{self.file}:text_of"
 
     def source(self) -> str:
         """Return the text of the file; empty without a function."""

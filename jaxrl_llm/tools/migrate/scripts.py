@@ -15,14 +15,19 @@ from jaxrl_llm.tools.migrate.values import MOST, Unknown, Values, call_name
 HARMONY_WORDS = ("adaptive_harmony", "harmony_client", "spawn_train", "StringThread")
 PARSERS = ("HfArgumentParser", "TrlParser")
 FUNCTIONS = ("reward_funcs", "tools", "environment_factory", "rollout_func", "grader", "callbacks")
-SKIPPED = ("args", "data_collator")
+SKIPPED = ("args",)
 TOKENIZER = ("processing_class", "tokenizer")
 OBJECTS = ("dataset", "model", "policy_model", "value_model")  # of a recipe, which makes them
 ROWS = ("select", "shuffle", "filter", "map", "remove_columns", "rename_column", "select_columns", "train_test_split")
 KEEPING = ("map", "remove_columns", "rename_column", "select_columns")  # of these, what keeps rows and their order
 AS_STORED = ("GPTQConfig", "AwqConfig", "CompressedTensorsConfig")  # of models that are in few bits already
 LOADERS = ("load_dataset", "load_from_disk", "from_json", "from_csv", "from_parquet")  # of datasets, and its Dataset
+JOINING = ("concatenate_datasets", "interleave_datasets")
 AVERAGE, STOPPING = "BEMACallback", "EarlyStoppingCallback"  # which are no hooks here but settings
+# Callbacks that show or log what the run does here by itself.
+SHOWING = re.compile(
+    "(Rich|Notebook)?ProgressCallback|PrinterCallback|(Log|Tensor|W(and|e)|MLf|Sw|Trackio)[a-zA-Z]*Callback"
+)
 FOREIGN = {"trl", "unsloth", "verl", "adaptive_harmony", "harmony_client", "axolotl"}
 
 
@@ -150,9 +155,12 @@ class Script(Values):
         """Return the arguments of a call, those by position by `names`; data and models by what they load."""
         settings: dict[str, Any] = {}
         rows: dict[str, dict[str, Any]] = {"train_dataset": {}, "eval_dataset": {}}
+        formatting = None
         for position, node in enumerate(call.args[len(names) :], len(names)):
             self.note(f"line {call.lineno}: argument {position + 1}, {ast.unparse(node)}, is not read")
-        for keyword in (*map(ast.keyword, names, call.args), *call.keywords):
+        keywords = [*map(ast.keyword, names, call.args), *call.keywords]
+        given = {keyword.arg for keyword in keywords if ast.unparse(keyword.value) != "None"}
+        for keyword in keywords:
             name, node = keyword.arg, keyword.value
             if name is None:
                 more = self.value(node)
@@ -160,12 +168,19 @@ class Script(Values):
                     settings |= more
                 else:
                     self.note(f"line {call.lineno}: {ast.unparse(node)} is not read")
-            elif name in FUNCTIONS and not (isinstance(node, ast.Constant) and node.value is None):
+            elif name in FUNCTIONS and name in given:
                 settings[name] = self.named(name, node)
             elif name in rows:
                 rows[name] = self._dataset(name, node)
             elif name in TOKENIZER:
                 settings |= self._tokenizer(node)
+            elif name == "quantization_config":
+                settings |= self._quantized(node)
+            elif name == "data_collator" and name in given:
+                made = self.lookup(node) if isinstance(node, ast.Name) else node
+                settings[name] = call_name(made) if isinstance(made, ast.Call) else ast.unparse(node)
+            elif name == "formatting_func" and name in given:
+                formatting = node
             elif name not in SKIPPED:
                 value = self.value(node)
                 if isinstance(value, Unknown) and harmony and name in OBJECTS:
@@ -178,6 +193,10 @@ class Script(Values):
                 if name in ("model", "model_name"):
                     settings |= self._loading(node)
         train, test = rows.values()
+        if formatting is not None:
+            settings["formatting_func"] = self.functions.add_text(formatting, train.pop("dataset.map", None))
+        if isinstance(factory := settings.get("environment_factory"), str):
+            settings |= self._environment(factory, given)
         settings = test | settings | train  # of the same key, that of the rows that are trained on counts
         path, split = test.get("eval_dataset"), test.get("dataset_test_split")
         same = (path, split) == (train.get("train_dataset"), train.get("dataset_train_split"))
@@ -206,13 +225,39 @@ class Script(Values):
         settings = {}
         for keyword in node.keywords if isinstance(node, ast.Call) and call_name(node) == "from_pretrained" else ():
             if keyword.arg == "quantization_config":
-                made = self.lookup(keyword.value) if isinstance(keyword.value, ast.Name) else keyword.value
-                if isinstance(made, ast.Call) and call_name(made) in AS_STORED:
-                    self.note(IN_FEW_BITS)
-                elif isinstance(made, ast.Call):
-                    settings |= self.arguments(made, [])
+                settings |= self._quantized(keyword.value)
             elif keyword.arg and not keyword.arg.endswith("model_name"):
                 settings[keyword.arg] = self.value(keyword.value)
+        return settings
+
+    def _quantized(self, node: ast.expr) -> dict[str, Any]:
+        """Return the options of a BitsAndBytesConfig; others of a model that the script quantises are noted."""
+        made = self.lookup(node) if isinstance(node, ast.Name) else node
+        called = call_name(made) if isinstance(made, ast.Call) else ""
+        if isinstance(made, ast.Call) and called == "BitsAndBytesConfig":
+            return self.arguments(made, [])
+        if called in AS_STORED:
+            self.note(IN_FEW_BITS)
+        elif ast.unparse(node) != "None" and not self.parsed:
+            self.note(f"quantization_config = {ast.unparse(made or node)[:80]} is not read: set model.quantize")
+        return {}
+
+    def _environment(self, factory: str, given: set[str | None]) -> dict[str, Any]:
+        """Return what follows from an environment: whether it has rewards, as it must where no functions are `given`,
+        and its rows where no data set is."""
+        settings: dict[str, Any] = {}
+        classes = [self.functions.definitions.get(name) for name in self.functions.chosen]
+        parts = [part for node in classes if isinstance(node, ast.ClassDef) for part in node.body]
+        if "reward_funcs" not in given or any(getattr(part, "name", "") == "get_reward" for part in parts):
+            settings["environment_factory.get_reward"] = True
+        elif not factory.startswith(self.functions.file):
+            self.note(f"{factory}: if it has get_reward, add environment to rewards.functions")
+        if "train_dataset" not in given:
+            settings["train_dataset"] = "task:seeds"
+            self.note(
+                "the environment has its prompts itself: a row of task:seeds is a number, the column seed, of which "
+                "reset has to make the prompt, as the completions of a row are compared"
+            )
         return settings
 
     def later(self, call: ast.Call) -> dict[str, Any]:
@@ -234,6 +279,16 @@ class Script(Values):
             return ...
         if isinstance(node, ast.List | ast.Tuple):
             return [name for item in node.elts if (name := self.named(key, item)) is not ...] or ...
+        called = call_name(made) if isinstance(made, ast.Call) else getattr(node, "id", "")
+        if key == "callbacks" and SHOWING.fullmatch(called):
+            self.note(f"callbacks: {called} is left out: the console and logging.backends show what it does")
+            return ...
+        if key == "reward_funcs" and isinstance(made, ast.Call) and (known := rules("trl")["rewards"].get(called)):
+            given = self.arguments(made, list(known["options"]))
+            if not any(isinstance(value, Unknown) for value in given.values()):
+                if "note" in known:
+                    self.note(f"{called}: {known['note']}")
+                return with_options(known["name"], {known["options"][name]: value for name, value in given.items()})
         if key == "callbacks" and isinstance(made, ast.Call) and isinstance(made.func, ast.Name):
             name = self.imported.get(made.func.id) or self.functions.add(made.func)
             options = {str(keyword.arg): self.value(keyword.value) for keyword in made.keywords}
@@ -254,8 +309,8 @@ class Script(Values):
             return f"model:{value}"
         if key == "grader" and not isinstance(node, ast.Name):
             return ast.unparse(node)
-        if isinstance(node, ast.Attribute):  # rewards.format_reward of a module
-            return ast.unparse(node)
+        if isinstance(node, ast.Attribute) and ast.unparse(node).partition(".")[0] not in self.values:
+            return ast.unparse(node)  # of a module, rewards.format_reward
         name = self.functions.add(node)
         if name is None:
             if key == "grader":
@@ -326,14 +381,37 @@ class Script(Values):
         size = self.value(chosen.args[0])
         return size if isinstance(size, int) else None
 
+    def _source(self, name: str, node: ast.expr, **more: Any) -> dict[str, Any] | None:
+        """Return one of several data sets as an entry of `data.sources` or, with a name, of `eval.sets`; None without a
+        path."""
+        found, split = self._dataset(name, node), f"dataset_{'train' if name == 'train_dataset' else 'test'}_split"
+        keys = {"path": name, "split": split, "name": "dataset_config", "format": "dataset.map"}
+        entry = more | {ours: found.get(theirs) for ours, theirs in keys.items()}
+        return {key: value for key, value in entry.items() if value is not None} if name in found else None
+
     def _dataset(self, name: str, node: ast.expr) -> dict[str, Any]:
         """Return the path, configuration and split of `load_dataset(path, name, split=...)["split"]`, or the path of
         another of the LOADERS.
 
-        A function of a row that the script maps is the format of the rows.
+        A function of a row that the script maps is the format of the rows. In the place of the path are the sources of
+        data sets that are joined, and of a dictionary of those to evaluate on the sets.
         """
+        made = self.lookup(node) if isinstance(node, ast.Name) else node
+        if name == "eval_dataset" and isinstance(made, ast.Dict):
+            pairs = zip(made.keys, made.values, strict=True)
+            sets = [one for key, value in pairs if key and (one := self._source(name, value, set=self.value(key)))]
+            return {name: sets} if sets else {}
         node, split, held, rows, first = self._rows_of(name, node)
         share = {"train_test_split": held} if held else {}
+        if isinstance(node, ast.Call) and call_name(node) in JOINING and name == "train_dataset" and node.args:
+            joined = self.lookup(node.args[0]) if isinstance(node.args[0], ast.Name) else node.args[0]
+            parts = joined.elts if isinstance(joined, ast.List | ast.Tuple) else []
+            weights = {keyword.arg: self.value(keyword.value) for keyword in node.keywords}.get("probabilities")
+            if not isinstance(weights, list) or len(weights) != len(parts):  # in turn, or one after the other
+                weights = [1.0 if call_name(node) == "interleave_datasets" else None] * len(parts)
+            found = [self._source(name, part, weight=weight) for part, weight in zip(parts, weights, strict=True)]
+            if found and all(found) and first is None:
+                return {name: [{"format": rows, **one} if rows and one else one for one in found], **share}
         if not (isinstance(node, ast.Call) and call_name(node) in LOADERS and node.args):
             text = ast.unparse(node)
             absent = (isinstance(node, ast.Constant) and node.value is None) or text.startswith("None")

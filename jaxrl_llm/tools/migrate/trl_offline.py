@@ -47,6 +47,17 @@ def _sft(draft: Draft) -> None:
             "(data.loss_on = all), but only the completion where rows have prompt and completion: set completion for "
             "these"
         )
+    if (column := draft.get("dataset_text_field")) not in (None, "text"):
+        if "data.format" in draft.values:
+            draft.check(f"dataset_text_field is {column!r}: have {draft.values['data.format']} name its text `text`")
+        else:
+            draft.set("data.format", f"completion(field={column!r})", "dataset_text_field")
+    if "CompletionOnly" in str(draft.get("data_collator")):
+        draft.set("data.loss_on", "completion", "data_collator")
+        draft.check(
+            "data_collator: DataCollatorForCompletionOnlyLM learns what follows its template in a text; here rows with "
+            "messages, or prompt and completion, say what is learned (data.loss_on), and of a text all is"
+        )
     if draft.get("packing_strategy") == "wrapped" and draft.get("packing"):
         draft.set("data.packing_strategy", "wrapped", "packing_strategy")
     draft.use("packing_strategy")

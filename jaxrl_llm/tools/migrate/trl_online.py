@@ -309,11 +309,14 @@ def _rewards(draft: Draft) -> None:
     model, functions = draft.first(*REWARD_MODELS), draft.get("reward_funcs") or ()
     functions = (functions,) if isinstance(functions, str) else functions
     names = (*((f"model:{model}",) if model else ()), *(_reward(draft, name) for name in functions))
+    if draft.get(own := "environment_factory.get_reward"):
+        names, weights = (*names, "environment"), draft.values.get("rewards.weights")
+        draft.set("rewards.weights", weights and (*weights, 1.0), "reward_weights", own)
     if not names:
         draft.set("rewards.functions", ("REWARD",))
         draft.check("the file names no reward function: set rewards.functions, or call train(config, rewards=...)")
         return
-    draft.set("rewards.functions", names, *REWARD_MODELS, "reward_funcs")
+    draft.set("rewards.functions", names, *REWARD_MODELS, "reward_funcs", own)
 
 
 def _reward(draft: Draft, name: str) -> str:

@@ -40,15 +40,11 @@ def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
     if rows and (share := draft.values.get("eval.fraction")):
         rows = max(rows - max(round(rows * share), 1), 1)
     unknown, way_out = shared.unknown_rows(draft)
-    drops = bool(draft.get("dataloader_drop_last")) and trainer not in (*DROPPING, *COUNTING)
     per_epoch = max(1, rows // batch if trainer in DROPPING else math.ceil(rows / batch)) if rows else 0
-    if per_epoch and draft.get("dataloader_drop_last") and trainer not in (*DROPPING, *COUNTING):
+    if rows and draft.get("dataloader_drop_last") and trainer not in (*DROPPING, *COUNTING):
         passes = int(draft.get("gradient_accumulation_steps"))  # of the model in an update; each has rows of its own
         per_epoch = max(1, math.ceil(rows * passes // batch / passes))
         draft.use("dataloader_drop_last")
-    if rows and drops:  # of the rows of one pass of the model over all devices, some of which an update accumulates
-        passes = int(draft.get("gradient_accumulation_steps"))
-        per_epoch = max(1, math.ceil(rows * passes // batch / passes))
     episodes = draft.get("total_episodes") or (int(float(epochs) * rows) if trainer in COUNTING else 0)
     if most > 0 and trainer != "ppo":  # which does not read it
         draft.set("total_steps", shared.divided(most, updates), "max_steps")
@@ -118,6 +114,8 @@ def _saved(draft: Draft) -> None:
     if metric:
         keys = ("load_best_model_at_end", "metric_for_best_model")
         name = str(metric).removeprefix("eval_").removeprefix("eval/")
+        for known in (one["set"] for one in draft.values.get("eval.sets", ())):
+            name = f"{known}/{name[len(known) + 1 :]}" if name.startswith(f"{known}_") else name
         name = "reward" if name == "loss" and "rollout.group_size" in draft.values else name  # samples have no loss
         greater = draft.first("greater_is_better", default=not name.endswith("loss"))
         draft.set("checkpoint.best", f"eval/{name}", *keys)

@@ -73,6 +73,8 @@ def model(draft: Draft) -> None:
     elif draft.get("bf16") is not None:
         draft.set("model.dtype", "bfloat16" if draft.get("bf16") else "float32", "bf16")
     draft.use("bf16", "fp16")
+    if draft.get("activation_offloading"):
+        draft.set("model.remat", "offload", "activation_offloading")
     shared.check_model(draft)
     draft.use("processing_class")
     if (tokenizer := draft.get("processing_class")) != draft.values["model.path"]:
@@ -236,10 +238,15 @@ def _dataset(draft: Draft) -> None:
     path = draft.first("dataset_name", "train_dataset")
     if isinstance(path, str):
         draft.set("data.path", path, "dataset_name", "train_dataset")
+    elif isinstance(path, list):
+        draft.drop("data.name", "data.split")
+        draft.set("data.sources", tuple(path), "train_dataset")
     else:
         draft.set("data.path", "DATA")
         draft.check("the file names no data set: set data.path, or call train(config, train_dataset=...)")
     evaluation = draft.get("eval_dataset")
+    if isinstance(evaluation, list):
+        draft.set("eval.sets", tuple(evaluation), "eval_dataset")
     if isinstance(evaluation, str) and evaluation != path:
         draft.set("data.eval_path", evaluation, "eval_dataset")
     draft.use("eval_dataset")
