@@ -253,6 +253,30 @@ def test_argilla_chat_of_long_conversations(chatml_tokenizer):
     assert made == {"prompt": before + ASKED, "chosen": "yes<|im_end|>", "rejected": "no<|im_end|>"}
 
 
+def test_argilla_chat_by_other_names(chatml_tokenizer):
+    """As axolotl's: columns, the names of role and content, and roles are options, as of chat_template.default."""
+    talk = [{"from": "human", "value": "A"}, {"from": "gpt", "value": "B"}, {"from": "human", "value": "Q"}]
+    row = {"good": [*talk, {"from": "gpt", "value": "yes"}], "bad": [*talk, {"from": "gpt", "value": "no"}]}
+    options = {
+        "field_chosen": "good",
+        "field_rejected": "bad",
+        "message_property_mappings": {"role": "from", "content": "value"},
+        "roles": {"user": ["human"], "assistant": ["gpt"]},
+    }
+    made = find("chat_template.argilla_chat", tokenizer=chatml_tokenizer, options=options)(row)
+    before = "<|im_start|>user\nA<|im_end|>\n<|im_start|>assistant\nB<|im_end|>\n"
+    assert {name: made[name] for name in ("prompt", "chosen", "rejected")} == {
+        "prompt": before + ASKED,
+        "chosen": "yes<|im_end|>",
+        "rejected": "no<|im_end|>",
+    }
+    form = find(
+        "chat_template.argilla_chat", tokenizer=chatml_tokenizer, options=options | {"roles": {"user": "person"}}
+    )
+    with pytest.raises(ConfigError, match=r"'good' has the role 'human'; .* knows person; set roles"):
+        form(row)
+
+
 def test_orpo_argilla(chatml_tokenizer):
     form = find("orpo.chat_template.argilla", tokenizer=chatml_tokenizer)
     made = form({"system": "S", **CHATS})

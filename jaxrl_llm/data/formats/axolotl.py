@@ -200,22 +200,7 @@ def chat_default(
     each role of the chat template, its names there. Both completions end without trailing white space.
     """
     name = "chat_template.default"
-    keys = {"role": "role", "content": "content", **(message_property_mappings or {})}
-    targets = {source: target for target, sources in (roles or ROLES).items() for source in listed(sources)}
-
-    def message(value: Any, column: str) -> Row:
-        if not isinstance(value, Mapping) or not {keys["role"], keys["content"]} <= set(value):
-            raise ConfigError(
-                f"column {column!r} holds {value!r:.80}, but the format {name} takes messages with "
-                f"{keys['role']!r} and {keys['content']!r} there; set message_property_mappings"
-            )
-        role = value[keys["role"]]
-        if not isinstance(role, str) or role not in targets:
-            raise ConfigError(
-                f"column {column!r} has the role {role!r}; the format {name} knows {', '.join(targets)}; set roles, "
-                "such as {'user': ['human']}"
-            )
-        return {**renamed(value, keys), "role": targets[role], "content": value[keys["content"]]}
+    message = _reader(name, message_property_mappings, roles or ROLES)
 
     def answer(column: str) -> Row:
         _, value = first_column(row, (column,), name)
@@ -233,11 +218,49 @@ def chat_default(
     return _stripped(rendered(row, tokenizer, prompt, answer(field_chosen), answer(field_rejected), name))
 
 
-def argilla_chat(row: Mapping[str, Any], tokenizer: Any = None) -> Row:
-    """Two conversations: the prompt is all of `chosen` but its last message."""
+def argilla_chat(
+    row: Mapping[str, Any],
+    tokenizer: Any = None,
+    field_chosen: str = "chosen",
+    field_rejected: str = "rejected",
+    message_property_mappings: Mapping[str, str] | None = None,
+    roles: Mapping[str, Sequence[str]] | None = None,
+) -> Row:
+    """Two conversations: the prompt is all of `field_chosen` but its last message.
+
+    `message_property_mappings` and `roles` are as in `chat_default`; without roles those of messages stay.
+    """
     name = "chat_template.argilla_chat"
-    chosen, rejected = _conversations(row, name)
+    columns, message = (field_chosen, field_rejected), _reader(name, message_property_mappings, roles)
+    if message_property_mappings or roles:
+        given = {column: first_column(row, (column,), name)[1] for column in columns}
+        row = {**row, **{column: [message(turn, column) for turn in listed(turns)] for column, turns in given.items()}}
+    chosen, rejected = _conversations(row, name, columns)
     return _stripped(rendered(row, tokenizer, chosen[:-1], chosen[-1], rejected[-1], name))
+
+
+def _reader(
+    name: str, mappings: Mapping[str, str] | None, roles: Mapping[str, Sequence[str]] | None
+) -> Callable[[Any, str], Row]:
+    """The function that reads the message of an entry of a column, by the names of its parts and of `roles` there."""
+    keys = {"role": "role", "content": "content", **(mappings or {})}
+    targets = {source: target for target, sources in (roles or {}).items() for source in listed(sources)}
+
+    def message(value: Any, column: str) -> Row:
+        if not isinstance(value, Mapping) or not {keys["role"], keys["content"]} <= set(value):
+            raise ConfigError(
+                f"column {column!r} holds {value!r:.80}, but the format {name} takes messages with "
+                f"{keys['role']!r} and {keys['content']!r} there; set message_property_mappings"
+            )
+        role = value[keys["role"]]
+        if roles and (not isinstance(role, str) or role not in targets):
+            raise ConfigError(
+                f"column {column!r} has the role {role!r}; the format {name} knows {', '.join(targets)}; set roles, "
+                "such as {'user': ['human']}"
+            )
+        return {**renamed(value, keys), "role": targets.get(role, role), "content": value[keys["content"]]}
+
+    return message
 
 
 def argilla(row: Mapping[str, Any], tokenizer: Any = None) -> Row:
@@ -298,10 +321,14 @@ def rendered(row: Mapping[str, Any], tokenizer: Any, prompt: list[Any], chosen: 
     return texts
 
 
-def _conversations(row: Mapping[str, Any], name: str) -> tuple[list[Any], list[Any]]:
-    chosen, rejected = (messages_column(row, (column,), name) for column in ("chosen", "rejected"))
+def _conversations(
+    row: Mapping[str, Any], name: str, columns: tuple[str, str] = ("chosen", "rejected")
+) -> tuple[list[Any], list[Any]]:
+    chosen, rejected = (messages_column(row, (column,), name) for column in columns)
     if len(chosen) < 2:
-        raise ConfigError(f"column 'chosen' has {len(chosen)} message, but the format {name} takes prompt and answer")
+        raise ConfigError(
+            f"column {columns[0]!r} has {len(chosen)} message, but the format {name} takes prompt and answer"
+        )
     return chosen, rejected
 
 
