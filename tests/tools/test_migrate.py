@@ -2138,6 +2138,123 @@ def test_sft_of_verl_by_its_engines(tmp_path):
     expect(plain, data={"format": "auto"}, model={"path": "Qwen/Qwen2.5-0.5B"})
 
 
+def test_the_model_section_of_verls_sft(tmp_path):
+    """sft_trainer_engine.yaml takes its model from hf_model.yaml, as actor_rollout_ref.model does."""
+    said = (
+        "torchrun -m verl.trainer.sft_trainer model.path=m model.tokenizer_path=t model.custom_chat_template=chatml "
+        "model.lora.rank=4 model.lora.dropout=0.1 model.exclude_modules=down_proj model.enable_activation_offload=True "
+        "model.override_config.rope_theta=10000.0 model.hf_config_path=null model.use_fused_kernels=False "
+        "optim.lr=1e-5 optim.warmup_style=cosine optim.eps=1e-6 checkpoint.save_contents=[model,optimizer,hf_model] "
+        "trainer.profile_interval=[-1,-1] trainer.total_training_steps=3\n"
+    )
+    config, text = migrate(written(tmp_path, "run.sh", said))
+    expect(
+        config,
+        model={"tokenizer": "t", "remat": "offload", "overrides": "rope_theta=10000.0"},
+        data={"chat_template": "chatml"},
+        lora={"rank": 4, "alpha": 32.0, "dropout": 0.1, "exclude_modules": ("down_proj",)},  # 32 of Megatron's adapters
+        optimizer={"schedule": "cosine", "eps": 1e-6},
+        checkpoint={"contents": ("state", "hf")},
+    )
+    assert "known key" not in text
+    plain, _ = migrate(written(tmp_path, "plain.sh", said.replace("model.lora.rank=4", "model.lora_rank=4")))
+    assert plain.lora.alpha == 16.0
+
+
+def test_a_key_of_verl_by_both_its_names(tmp_path):
+    """As in the config.yaml that hydra writes, where verl reads the former name."""
+    keys = ("custom_reward_function.path=r.py", "custom_reward_function.name=mine")
+    default = "reward.custom_reward_function.name=compute_score"
+    for said in ((*keys, default), (default, *keys)):
+        config = from_verl(tmp_path, " ".join(said))
+        assert config.rewards.functions == ("r.py:mine",)
+
+
+def test_estimators_of_verl_with_the_gradient_of_k2(tmp_path):
+    """`k3+` has the value of k3 and, in the loss, the gradient of k2."""
+    in_loss = "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=low_var_kl+"
+    assert from_verl(tmp_path, in_loss).algorithm.kl == "k2"
+    in_reward = from_verl(tmp_path, "algorithm.use_kl_in_reward=True algorithm.kl_penalty=k3+").algorithm
+    assert (in_reward.kl, in_reward.kl_in_reward) == ("k3", True)
+
+
+def test_the_divisor_of_verls_constant_aggregation(tmp_path):
+    said = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm data.max_response_length=100"
+    factor = "actor_rollout_ref.actor.loss_scale_factor"
+    assert "divides by rollout.max_completion_length = 100" in noted_from_verl(tmp_path, f"{said} {factor}=400")
+    assert "which optimizer.max_grad_norm bounds, are 4 times" in noted_from_verl(tmp_path, f"{said} {factor}=400")
+    assert factor not in noted_from_verl(tmp_path, f"{said} {factor}=100")
+
+
+def test_evaluations_of_verl_have_filters_of_their_own(tmp_path):
+    """Those of training are off in them unless val_kwargs says otherwise."""
+    rollout = "actor_rollout_ref.rollout"
+    said = f"{rollout}.top_p=0.9 {rollout}.top_k=50"
+    said += f" {rollout}.val_kwargs.do_sample=True {rollout}.val_kwargs.temperature=1"
+    config = from_verl(tmp_path, said)
+    expect(config, rollout={"top_p": 0.9, "top_k": 50}, eval={"temperature": 1.0, "top_p": 1.0, "top_k": 0})
+    expect(from_verl(tmp_path, f"{said} {rollout}.val_kwargs.top_k=20"), eval={"top_p": 1.0, "top_k": 20})
+    expect(from_verl(tmp_path), eval={"top_p": None, "top_k": None})
+
+
+def test_types_of_verls_engines(tmp_path):
+    """They change what is learned: of the parameters, of the computation and of Adam's moments."""
+    at, optim = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.actor.optim"
+    config = from_verl(tmp_path, f"{at}.model_dtype=bf16 {at}.dtype=float32 actor_rollout_ref.rollout.dtype=bfloat16")
+    expect(config, model={"param_dtype": "bfloat16", "dtype": "float32"}, rollout={"weights_dtype": "bfloat16"})
+    assert from_verl(tmp_path, f"{at}.dtype=fp16").model.dtype == "bfloat16"
+    both = f"{optim}.exp_avg_dtype=bf16 {optim}.exp_avg_sq_dtype=bf16"
+    assert from_verl(tmp_path, both).optimizer.moment_dtype == "bfloat16"
+    noted = noted_from_verl(tmp_path, f"{optim}.exp_avg_dtype=bf16")
+    assert "exp_avg_sq_dtype differ: both moments are in float32" in noted
+
+
+def test_parallelism_of_megatron_in_verl(tmp_path):
+    """16 GPUs in groups of 4 that share their rows, 2 of which share each row's tokens: 12 rows at most, of 1024."""
+    at, sizes = "actor_rollout_ref.actor.megatron", "trainer.nnodes=2 actor_rollout_ref.rollout.n=4"
+    shared = f"{at}.tensor_model_parallel_size=2 {at}.context_parallel_size=2 {at}.expert_model_parallel_size=4"
+    rows = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3"
+    config = from_verl(tmp_path, shared, sizes, rows)
+    expect(config, mesh={"tensor": 2, "context": 2, "expert": 4, "fsdp": -1}, batch={"microbatch_rows": 8})
+    tokens = "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1000"
+    assert from_verl(tmp_path, shared, sizes, tokens).batch.microbatch_tokens == 8 * 1000
+    sft = "torchrun -m verl.trainer.sft_trainer model.path=m trainer.n_gpus_per_node=8 trainer.total_training_steps=2"
+    said = f"{sft} engine=megatron engine.tensor_model_parallel_size=4\n"
+    expect(migrate(written(tmp_path, "sft.sh", said))[0], mesh={"tensor": 4}, batch={"microbatch_tokens": 2 * 8192})
+
+
+def test_verl_that_only_evaluates_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"trains nothing .*jaxrl_llm evaluate --config"):
+        from_verl(tmp_path, "trainer.val_only=True")
+
+
+def test_optimizers_of_verls_engines(tmp_path):
+    """Megatron, Torchtitan, VeOmni and Automodel have words of their own for the same numbers."""
+    at = "actor_rollout_ref.actor.optim."
+    base = (
+        "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m algorithm.adv_estimator=rloo "
+        f"actor_rollout_ref.rollout.n=4 trainer.total_training_steps=40 {at}lr=1e-4 {at}lr_warmup_steps=4 "
+    )
+
+    def optimizer(words):
+        config, text = migrate(written(tmp_path, "run.sh", base + words.replace("AT.", at) + "\n"))
+        assert "known key" not in text
+        return config.optimizer, " ".join(text.split())
+
+    found, _ = optimizer("AT.name=Adafactor AT.decay_type=linear AT.min_lr_factor=0.1 AT.eps=1e-7")
+    assert (found.name, found.schedule, found.min_lr_ratio, found.eps) == ("adafactor", "linear", 0.1, 1e-7)
+    words = "AT.lr_scheduler_type=cosine AT.lr_min=1e-5 AT.lr_start=2e-6 AT.lr_decay_ratio=0.5"
+    found, _ = optimizer(words)
+    assert (found.schedule, found.warmup_init, found.schedule_steps) == ("cosine", 2e-6, 20)
+    assert found.min_lr_ratio == pytest.approx(0.1)
+    found, _ = optimizer("AT.lr_scheduler_type=cosine AT.init_lr_ratio=0.1 AT.wd_incr_style=cosine")
+    assert found.warmup_init == pytest.approx(1e-5)
+    assert found.weight_decay_shape == "cosine"
+    found, text = optimizer("AT.optimizer=muon AT.muon_momentum=0.9 AT.muon_match_adamw_update_rms=True")
+    assert found.name == "muon"
+    assert "updates of matrices have the root mean square 0.2 here" in text
+
+
 def test_clip_ratio_of_verl_is_what_clips(tmp_path):
     said = (
         "python -m verl.trainer.main_ppo actor_rollout_ref.actor.clip_ratio=0.3 trainer.total_training_steps=2 "
@@ -2428,7 +2545,7 @@ def test_what_public_examples_often_have(tmp_path):
     assert "Look at this first" not in text
     assert config.data.sources[0]["type"] in known("pairs")
     tree["base_model"] = "zai-org/GLM-4.1V-9B-Thinking"
-    assert "of models that read images" in migrate(written(tmp_path, "v.yaml", yaml.safe_dump(tree)), devices=1)[1]
+    assert "Thinking reads images" in migrate(written(tmp_path, "v.yaml", yaml.safe_dump(tree)), devices=1)[1]
     said = {"model_name_or_path": "m", "dataset_name": "d", "trainer": "dpo", "max_steps": 1, "use_peft": True}
     said |= {"lora_target_modules": ["q_proj,", "v_proj"], "chat_template": "{{ messages }}"}
     config, _ = migrate(written(tmp_path, "t.yaml", yaml.safe_dump(said)), devices=1)
@@ -2693,7 +2810,7 @@ def test_the_images_are_read_as_in_verl(tmp_path, name, key):
         ),
         (
             "a.yaml",
-            "base_model: Qwen/Qwen2.5-VL-7B\nlearning_rate: 1\ndatasets: [{path: d}]\n",
+            "base_model: allenai/Molmo-7B\nlearning_rate: 1\ndatasets: [{path: d}]\n",
             {},
             ["models that read images"],
         ),

@@ -89,6 +89,16 @@ def test_fine_tuning_by_adapters(tmp_path):
     assert "template = qwen3: the tokenizer's own template is used" in " ".join(text.split())
 
 
+def test_workers_of_ray_are_the_devices():
+    """And what is of Ray, of profilers and of fp8 products is named as such, not as unknown."""
+    more = "ray_num_workers: 4\nray_storage_path: r\nfp8: true\nprofiler_wait_steps: 2"
+    Path("a.yaml").write_text(YAML.replace("STAGE", "sft").replace("DATASET", "questions").replace("MORE", more))
+    config, text = migrate("a.yaml", output="config.py", rows=160)
+    assert config.batch.prompts == 2 * 4 * 4
+    assert "known key" not in text
+    assert migrate("a.yaml", output="config.py", rows=160, devices=2)[0].batch.prompts == 2 * 4 * 2
+
+
 def test_other_rows_and_stages():
     _, _, names = made(dataset="old")
     row = names["old"]({"ask": "i", "more": "", "say": "o", "past": [["p", "r"]], "told": None})

@@ -235,6 +235,11 @@ def offline(tmp_path, kind, settings="", more=""):
     return migrate("a.yaml", output="config.py")
 
 
+def test_teachers_of_other_vocabularies_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"projection matrices .* teacher\.form=uld"):
+        offline(tmp_path, "distillation", more="teachers: [{model_name: m, projection_matrix_path: p.pt}]")
+
+
 def test_other_algorithms(tmp_path):
     config, _ = offline(tmp_path, "dpo", "reference_policy_kl_penalty: 0.1, sft_loss_weight: 0.5,")
     assert (config.algorithm.name, config.algorithm.loss, config.algorithm.beta) == ("preference", "dpo+sft", 0.1)

@@ -106,8 +106,10 @@ def test_evaluations_references_and_samples_of_other_commands(tmp_path):
     assert "eval.steps is not set, which evaluates after each epoch" in text
     assert "ref_pretrain = e/f: the reference is the model as it is at the start" in text
     assert "max_samples = 50 are rows of each data set here" in text
-    config, _ = command(tmp_path, "--eval_dataset a/c", text=FORMER, rows=640)
+    assert config.eval.prompts == 50
+    config, text = command(tmp_path, "--eval_dataset a/c", text=FORMER, rows=640)
     assert (config.eval.every, config.total_steps) == (10, 10)
+    assert "eval_dataset: all its rows are evaluated there, here eval.prompts, 128 unless set" in " ".join(text.split())
     text = FORMER.replace("a/b,c/d --dataset_probs 0.25,0.75", "a/b@en")
     config, text = command(tmp_path, "--eval_dataset a/c --eval_steps 3", text=text)
     assert (config.data.path, config.eval.every) == ("a/b", 3)

@@ -35,14 +35,14 @@ def convert(source: Source, options: Options) -> Draft:
     theirs = {**defaults("trl", trainer), **RULES["defaults"]}
     title = f"{stage}, from FILE of LLaMA-Factory; what that leaves out is as in LLaMA-Factory."
     draft = Draft(source, title, theirs, _translated(yaml, stage))
-    trl.apply(draft, trainer, options)
+    trl.apply(draft, trainer, options._replace(devices=options.devices or int(yaml.get("ray_num_workers") or 0)))
     draft.set_direct("llamafactory")
     draft.drop("data.path", "data.split", "data.eval_split")
     _data(draft, yaml, stage)
     if trainer == "dpo":
         _preference(draft, yaml)
     _trained(draft, yaml)
-    draft.use("stage", "do_train", "finetuning_type")
+    draft.use("stage", "do_train", "finetuning_type", "ray_num_workers")
     for key in ABSENT:
         if yaml.get(key):
             draft.use(key)

@@ -41,6 +41,12 @@ def convert(source: Source, options: Options) -> Draft:
     trainer = source.trainer or next(iter(sections), "grpo")
     if trainer not in KINDS:
         raise RefusedError(f"{source.path}: {trainer} of NeMo-RL has no equivalent; there are {', '.join(KINDS)}")
+    if "teachers" in source.settings:
+        raise RefusedError(
+            f"{source.path}: teachers of other vocabularies rate texts through projection matrices there, which are "
+            "none here. One such teacher is algorithm.name=sft with teacher.path, teacher.form=uld and, for gold_loss, "
+            "teacher.uld_hybrid=true (docs/distillation.md)"
+        )
 
     def name_of(key: str) -> str:
         return re.sub(rf"^{trainer}\.", "algo.", key).replace(".async_ppo.", ".async_grpo.")

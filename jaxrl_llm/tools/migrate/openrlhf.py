@@ -55,6 +55,16 @@ def convert(source: Source, options: Options) -> Draft:
         _rewards(draft)
     else:
         _offline(draft, trainer, devices)
+    if path := draft.get("eval.dataset"):
+        split = draft.get("eval.split")
+        draft.set("data.eval_path", path, "eval.dataset")
+        draft.set("data.eval_split", split, "eval.split")
+        most = int(float(draft.get("data.max_samples"))) if draft.sets("data.max_samples") else 0
+        shared.held_out_rows(draft, options, path, split, most, "eval.dataset")
+        if trainer == "ppo":
+            draft.set("eval.temperature", float(draft.get("eval.temperature")), "eval.temperature")
+            draft.set("eval.samples", int(draft.get("eval.n_samples_per_prompt")), "eval.n_samples_per_prompt")
+            draft.set("eval.greedy", False, "eval.n_samples_per_prompt")
     per_epoch = _length(draft, options, trainer)
     _rate(draft)
     _saving(draft, trainer, per_epoch)
@@ -287,7 +297,7 @@ def _paths(draft: Draft, key: str, weights: str, split: str) -> None:
 
 
 def _prompts(draft: Draft) -> None:
-    """Set the prompts, and how an evaluation samples."""
+    """Set the prompts and the function that reads them."""
     _paths(draft, "data.prompt_dataset", "data.prompt_probs", "data.prompt_split")
     # Long prompts lose their start; before 0.10, whose flag has a limit of their own, their end.
     draft.set("data.overlong", "truncate_right" if draft.sets("prompt_max_len") else "truncate_left", "data.max_len")
@@ -298,12 +308,6 @@ def _prompts(draft: Draft) -> None:
     given, template = draft.get("data.input_key"), repr(_template(draft))
     keys = [f"data.{key}" for key in ("input_key", "label_key", "apply_chat_template", "input_template")]
     draft.set("data.format", draft.function("prompts", text, INPUT=given, TEMPLATE=template, LABEL=answer), *keys)
-    if path := draft.get("eval.dataset"):
-        draft.set("data.eval_path", path, "eval.dataset")
-        draft.set("data.eval_split", draft.get("eval.split"), "eval.split")
-        draft.set("eval.temperature", float(draft.get("eval.temperature")), "eval.temperature")
-        draft.set("eval.samples", int(draft.get("eval.n_samples_per_prompt")), "eval.n_samples_per_prompt")
-        draft.set("eval.greedy", False, "eval.n_samples_per_prompt")
 
 
 def _template(draft: Draft) -> str:
@@ -392,9 +396,6 @@ def _offline(draft: Draft, trainer: str, devices: int) -> None:
                     "model.nll_loss_coef: the likelihood is a mean over tokens here, and over completions there"
                 )
     _rows(draft, trainer)
-    if path := draft.get("eval.dataset"):
-        draft.set("data.eval_path", path, "eval.dataset")
-        draft.set("data.eval_split", draft.get("eval.split"), "eval.split")
 
 
 def _rows(draft: Draft, trainer: str) -> None:

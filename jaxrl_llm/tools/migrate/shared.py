@@ -48,6 +48,15 @@ def _counted(files: tuple[tuple[str, int], ...], split: str) -> int:
     return len(load(names if len(names) > 1 else names[0], split or "train"))  # pyright: ignore[reportArgumentType]
 
 
+def held_out_rows(draft: Draft, options: Options, path: Any, split: str, most: int, *keys: str) -> None:
+    """Set the rows that an evaluation reads: all, or `most` of them where it is above 0; noted where unknown."""
+    rows = known_rows(options._replace(rows=0), path, split)
+    count = min(most, rows or most) if most > 0 else rows
+    draft.set("eval.prompts", count or None, *keys)
+    if not count:
+        draft.check(f"{draft.named(keys[0])}: all its rows are evaluated there, here eval.prompts, 128 unless set")
+
+
 def unknown_rows(draft: Draft) -> tuple[str, str]:
     """Return what is said of rows whose number is not known, and the way out besides setting what depends on it."""
     if draft.values.get("data.packing"):

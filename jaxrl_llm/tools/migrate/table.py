@@ -17,6 +17,10 @@ def _top_k(value: Any) -> int:
     return max(int(value), 0)
 
 
+def _names(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
 # Their key -> our value of theirs, where the two are written differently.
 CONVERT: dict[str, Callable[[Any], Any]] = {
     "gradient_checkpointing": lambda on: "block" if on else "auto",
@@ -31,12 +35,10 @@ CONVERT: dict[str, Callable[[Any], Any]] = {
     "max_tool_calling_iterations": lambda calls: int(calls) + 1,
     "scale_rewards": lambda by: {True: "group", "True": "group", False: "none", "False": "none"}.get(by, by),
     "use_adaptive_entropy": lambda on: "adaptive" if on else "fixed",
-    "actor_rollout_ref.model.target_modules": lambda names: (names,) if isinstance(names, str) else tuple(names),
-    "actor_rollout_ref.model.exclude_modules": lambda names: (names,) if isinstance(names, str) else tuple(names),
-    "model.target_modules": lambda names: (names,) if isinstance(names, str) else tuple(names),
-    "model.fsdp_config.model_dtype": lambda name: {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(
-        str(name), str(name)
-    ),
+    "actor_rollout_ref.model.target_modules": _names,
+    "actor_rollout_ref.model.exclude_modules": _names,
+    "model.target_modules": _names,
+    "model.exclude_modules": _names,
     "trl.reward_num_workers": lambda count: int(count) if int(count) > 1 else 0,
 }
 

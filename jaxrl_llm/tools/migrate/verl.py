@@ -21,6 +21,19 @@ FORMER = {
     "reward.reward_kwargs.": "reward_model.reward_kwargs.",
     "reward.reward_model.model_path": "reward_model.model.path",
     "reward.reward_model.enable": "reward_model.enable",
+    f"{A}.megatron.context_parallel_size": f"{A}.ulysses_sequence_parallel_size",
+}
+# Keys of the optimizers of Torchtitan, VeOmni and Automodel by those of FSDP and Megatron.
+FORMER |= {
+    f"{at}.{name}": f"{at}.{former}"
+    for at in (f"{A}.optim", "optim")
+    for name, former in {
+        "name": "optimizer",
+        "decay_type": "lr_scheduler_type",
+        "lr_min": "min_lr",
+        "lr_start": "lr_warmup_init",
+        "wd_incr_style": "weight_decay_incr_style",
+    }.items()
 }
 FORMER_OF_SFT = {
     "model.path": "model.partial_pretrain",
@@ -29,7 +42,14 @@ FORMER_OF_SFT = {
     "engine.param_offload": "model.fsdp_config.offload_params",
     "engine.ulysses_sequence_parallel_size": "ulysses_sequence_parallel_size",
     "engine.context_parallel_size": "ulysses_sequence_parallel_size",
+    "engine.tensor_model_parallel_size": f"{A}.megatron.tensor_model_parallel_size",
+    "engine.expert_model_parallel_size": f"{A}.megatron.expert_model_parallel_size",
     "optim.lr_scheduler_type": "optim.lr_scheduler",
+    "model.enable_activation_offload": f"{M}.enable_activation_offload",
+    "model.override_config": f"{M}.override_config",
+    "model.override_config.": f"{M}.override_config.",
+    "checkpoint.save_contents": "trainer.checkpoint.save_contents",
+    "checkpoint.load_contents": "trainer.checkpoint.load_contents",
 }
 OVERLONG = {"error": "error", "left": "truncate_left", "right": "truncate_right", "middle": "truncate_middle"}
 # Our loss of a mode, and its options: our name, the key in verl, verl's default.
@@ -77,6 +97,11 @@ def convert(source: Source, options: Options) -> Draft:
         raise RefusedError(_evaluation(source))
     if "data.output_path" in source.settings:
         raise RefusedError(_generation(source))
+    if source.settings.get("trainer.val_only"):
+        raise RefusedError(
+            f"{source.path} evaluates and trains nothing (trainer.val_only). Leave that out, and evaluate with the "
+            "result: python -m jaxrl_llm evaluate --config=THE_RESULT"
+        )
     version = options.version or VERSIONS[0]
     if version not in VERSIONS:
         raise RefusedError(f"--version is {version!r}, but verl's are {', '.join(VERSIONS)}")
@@ -87,7 +112,9 @@ def convert(source: Source, options: Options) -> Draft:
     named = {}
     for key, value in source.settings.items():
         start = next((start for start in former if key == start or (start[-1] == "." and key.startswith(start))), "")
-        named[former.get(start, "") + key.removeprefix(start)] = (key, value)
+        name = former.get(start, "") + key.removeprefix(start)
+        if not start or name not in named:  # verl reads the former name where both are set, as in what hydra writes
+            named[name] = (key, value)
     theirs = defaults("verl", "sft_engine" if engine else "sft" if trainer == "sft" else version)
     estimator = source.settings.get("algorithm.adv_estimator", theirs.get("algorithm.adv_estimator"))
     algorithm = "SFT" if trainer == "sft" else "PPO" if estimator == "gae" else estimator
@@ -95,13 +122,13 @@ def convert(source: Source, options: Options) -> Draft:
     draft = Draft(source, f"{algorithm}, from FILE of verl; what that leaves out is as in verl {of}.", theirs, named)
     draft.set_direct("verl")
     _data(draft)
-    _model(draft)
     gpus = options.devices or int(draft.get("trainer.nnodes")) * int(draft.get("trainer.n_gpus_per_node"))
     draft.use("trainer.nnodes", "trainer.n_gpus_per_node")
+    devices = _model(draft, gpus)
     if trainer == "sft":
-        _sft(draft, gpus)
+        _sft(draft, devices)
     else:
-        _online(draft, gpus, version)
+        _online(draft, gpus, devices, version)
     verl_run.trainer(draft, options)
     verl_run.learning_rate(draft, "optim" if trainer == "sft" else f"{A}.optim")
     return draft
@@ -184,8 +211,8 @@ def _data(draft: Draft) -> None:
     shared.set_options(draft, "data.image_processor", "data.mm_processor_kwargs")
 
 
-def _model(draft: Draft) -> None:
-    """Set the model, its adapters, rematerialisation and the mesh."""
+def _model(draft: Draft, gpus: int) -> int:
+    """Set the model, its adapters, rematerialisation and the mesh; return the devices that have rows of their own."""
     trusts = [f"{key}.trust_remote_code" for key in ("data", M, "model")]
     draft.set("model.trust_remote_code", any(draft.get(key) for key in trusts) or None, *trusts)
     keys = (f"{M}.enable_gradient_checkpointing", f"{M}.enable_activation_offload")
@@ -201,8 +228,20 @@ def _model(draft: Draft) -> None:
         draft.set("model.overrides", written, f"{M}.override_config", f"{M}.override_config.model_config")
         draft.use(*(f"{M}.override_config.{key}" for key in entries))
     shared.check_model(draft)
+    for key in (f"{A}.fsdp_config.model_dtype", "model.fsdp_config.model_dtype"):
+        if dtype := draft.get(key):
+            draft.set("model.param_dtype", shared.type_name(dtype), key)
+    for key in (f"{A}.fsdp_config.dtype", "engine.dtype"):
+        if draft.sets(key):
+            dtype = shared.type_name(draft.get(key))
+            draft.set("model.dtype", "bfloat16" if dtype == "float16" else dtype, key)
+            if dtype == "float16":
+                draft.check(f"{key} = {draft.get(key)}: bfloat16 is written, as there is no loss scaling here")
     if not draft.values.get("lora.rank"):
         draft.drop("lora.alpha", "lora.targets", "lora.exclude_modules")
+    for section in (f"{M}.lora", "model.lora"):  # of Megatron
+        if draft.get(f"{section}.rank") and not draft.sets(f"{section}.alpha"):
+            draft.set("lora.alpha", 32.0, f"{section}.alpha")
     if "lora.path" in draft.values:
         draft.set("lora.reference", "base")  # verl's is the actor without any adapter
         draft.drop("lora.rank", "lora.exclude_modules")
@@ -212,14 +251,17 @@ def _model(draft: Draft) -> None:
     draft.set("mesh.fsdp", size, key)
     if size < 0:
         draft.set("mesh.data", 1, key)
-    for key in (f"{A}.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size"):
-        if int(draft.get(key) or 1) > 1:
-            draft.set("mesh.context", int(draft.get(key)), key)
-            break
+    contexts = [f"{at}ulysses_sequence_parallel_size" for at in (f"{A}.", "")]
+    context = next((key for key in contexts if draft.sets(key)), contexts[0])
+    tensor, expert = (f"{A}.megatron.{name}_model_parallel_size" for name in ("tensor", "expert"))
+    return shared.shared_rows(draft, {"mesh.context": context, "mesh.tensor": tensor, "mesh.expert": expert}, gpus)
 
 
-def _online(draft: Draft, gpus: int, version: str) -> None:
-    """Set everything about reinforcement learning: batch, loss, advantages, KL, rewards and sampling."""
+def _online(draft: Draft, gpus: int, devices: int, version: str) -> None:
+    """Set everything about reinforcement learning: batch, loss, advantages, KL, rewards and sampling.
+
+    `devices` of the `gpus` have rows of their own.
+    """
     prompts, mini = int(draft.get("data.train_batch_size")), int(draft.get(f"{A}.ppo_mini_batch_size"))
     group = int(draft.get(f"{R}.n"))
     if prompts % mini:
@@ -230,7 +272,7 @@ def _online(draft: Draft, gpus: int, version: str) -> None:
         )
         mini = fitting
     draft.set("batch.minibatches", prompts // mini, f"{A}.ppo_mini_batch_size")
-    _microbatches(draft, gpus, mini * group)
+    _microbatches(draft, devices, mini * group)
     draft.set("optimizer.no_decay", (), f"{A}.optim.weight_decay")
     for side in ("low", "high"):
         key, both = f"{A}.clip_ratio_{side}", f"{A}.clip_ratio"
@@ -242,7 +284,7 @@ def _online(draft: Draft, gpus: int, version: str) -> None:
         name = str(preset).removeprefix("RolloutCorrectionConfig.").removesuffix("()")
         draft.set(CORRECTION, name, CORRECTION)
     _loss(draft, version)
-    _advantage(draft, gpus, mini * group)
+    _advantage(draft, devices, mini * group)
     _divergence(draft)
     _rewards(draft)
     verl_tools.tools(draft)
@@ -260,17 +302,20 @@ def _online(draft: Draft, gpus: int, version: str) -> None:
     _correction(draft)
 
 
-def _microbatches(draft: Draft, gpus: int, rows: int) -> None:
-    """Set the micro-batches of minibatches of so many rows, and of the passes before the update."""
-    # Rows of a micro-batch: those of a GPU times the GPUs.
+def _microbatches(draft: Draft, devices: int, rows: int) -> None:
+    """Set the micro-batches of minibatches of so many rows, and of the passes before the update.
+
+    Rows are counted there for GPUs that share them, all those of a row together, and tokens for each GPU of a row.
+    """
+    each_gpu = devices * draft.values.get("mesh.context", 1)
     sizes = (f"{A}.ppo_micro_batch_size_per_gpu", f"{A}.ppo_micro_batch_size")
     tokens = (f"{A}.use_dynamic_bsz", f"{A}.ppo_max_token_len_per_gpu")
     each, total = (draft.get(key) for key in sizes)
     if draft.get(tokens[0]):
-        draft.set("batch.microbatch_tokens", int(draft.get(tokens[1]) or 16384) * gpus, *tokens)
+        draft.set("batch.microbatch_tokens", int(draft.get(tokens[1]) or 16384) * each_gpu, *tokens)
         draft.use(*sizes)
     elif each or total:
-        shared.microbatch_rows(draft, int(each) * gpus if each else int(total), rows, *sizes)
+        shared.microbatch_rows(draft, int(each) * devices if each else int(total), rows, *sizes)
     keys = (f"{M}.tiled_mlp.enabled", f"{M}.tiled_mlp.num_shards")
     length = sum(int(draft.get(f"data.max_{part}_length")) for part in ("prompt", "response"))
     if draft.get(keys[0]):
@@ -281,9 +326,9 @@ def _microbatches(draft: Draft, gpus: int, rows: int) -> None:
         each, total, dynamic, most = (draft.get(key) for key in keys)
         draft.use(*keys)
         if dynamic and most and "batch.logps_microbatch_tokens" not in draft.values:
-            draft.set("batch.logps_microbatch_tokens", int(most) * gpus, keys[3])
+            draft.set("batch.logps_microbatch_tokens", int(most) * each_gpu, keys[3])
         elif not dynamic and (each or total) and "batch.logps_microbatch_rows" not in draft.values:
-            size, key = (int(each) * gpus, keys[0]) if each else (int(total), keys[1])
+            size, key = (int(each) * devices, keys[0]) if each else (int(total), keys[1])
             shared.microbatch_rows(draft, size, rows, key, ours="batch.logps_microbatch_rows")
 
 
@@ -320,7 +365,8 @@ def _sampling(draft: Draft, gpus: int, rows: int) -> None:
     if draft.sets(key := f"{R}.dtype"):
         dtype = {"half": "float16", "float": "float32"}.get(str(draft.get(key))) or shared.type_name(draft.get(key))
         draft.set("rollout.weights_dtype", dtype, key)
-        draft.set("model.dtype", dtype if dtype == "bfloat16" else None, key)
+        if dtype == "bfloat16" and "model.dtype" not in draft.values:
+            draft.set("model.dtype", dtype, key)
     if int(draft.get(key := f"{R}.tensor_model_parallel_size") or 1) > 1:
         draft.set("rollout.mesh", f"tensor={int(draft.get(key))}", key)
         draft.check(f"{key} = {draft.get(key)}: rollout.mesh needs a multiple of so many devices; auto needs none")
@@ -376,6 +422,13 @@ def _loss(draft: Draft, version: str) -> None:
     sequences = mode in ("sapo", "geo_mean") or (mode == "gspo" and version != "0.9")
     draft.set("algorithm.aggregation", "sequence" if sequences else MEANS[means], f"{A}.loss_agg_mode")
     if means == "seq-mean-token-sum-norm":
+        factor, longest = draft.get(key := f"{A}.loss_scale_factor"), draft.values["rollout.max_completion_length"]
+        if factor is not None and int(factor) != longest:
+            draft.check(
+                f"{key} = {factor}, by which verl divides, has no equivalent: constant divides by "
+                f"rollout.max_completion_length = {longest}, and gradients, which optimizer.max_grad_norm bounds, are "
+                f"{int(factor) / longest:g} times those there"
+            )
         draft.check(
             "verl's seq-mean-token-sum-norm divides by the rows since 0.8, as ours does; against a run of an older one "
             "the gradient is smaller by their number (with Adam and clipping the update is the same)"
@@ -387,7 +440,7 @@ def _loss(draft: Draft, version: str) -> None:
         )
 
 
-def _advantage(draft: Draft, gpus: int, minibatch: int) -> None:
+def _advantage(draft: Draft, devices: int, minibatch: int) -> None:
     """Set the advantages, and the critic where there is one; a minibatch has so many rows."""
     name, gamma, lam = (draft.get(f"algorithm.{key}") for key in ("adv_estimator", "gamma", "lam"))
     gamma = draft.settings.get("algorithm.gemma", gamma)
@@ -426,13 +479,13 @@ def _advantage(draft: Draft, gpus: int, minibatch: int) -> None:
     if name == "gae":
         warmup = int(draft.get("trainer.critic_warmup") or 0)
         draft.set("critic.warmup_steps", max(warmup - 1, 0), "trainer.critic_warmup")
-        _critic(draft, gpus, minibatch)
+        _critic(draft, devices, minibatch)
     else:
         draft.drop(*[key for key in draft.values if key.startswith("critic.")])
         draft.use("trainer.critic_warmup")
 
 
-def _critic(draft: Draft, gpus: int, minibatch: int) -> None:
+def _critic(draft: Draft, devices: int, minibatch: int) -> None:
     """Set the passes, the minibatches and the adapters of the critic."""
     passes, policy = int(draft.get("critic.ppo_epochs") or 0), int(draft.get(f"{A}.ppo_epochs"))
     if passes and passes != policy:
@@ -458,7 +511,7 @@ def _critic(draft: Draft, gpus: int, minibatch: int) -> None:
     each, total = (draft.get(key) for key in rows)
     if (each or total) and not draft.values.get("batch.microbatch_tokens"):
         shared.microbatch_rows(
-            draft, int(each) * gpus if each else int(total), minibatch, *rows, ours="critic.microbatch_rows"
+            draft, int(each) * devices if each else int(total), minibatch, *rows, ours="critic.microbatch_rows"
         )
     adapters = (f"critic.model.{name}" for name in ("lora_rank", "lora_alpha", "target_modules"))
     draft.use("critic.ppo_epochs", "critic.ppo_mini_batch_size", *adapters, *rows)
@@ -470,14 +523,15 @@ def _divergence(draft: Draft) -> None:
     draft.use(loss, reward)
 
     def estimator(key: str) -> str:
-        shared.check_known(key, name := draft.get(key), KL)
+        shared.check_known(key, name := str(draft.get(key)).removesuffix("+"), KL)
         return KL[name]
 
     in_loss = draft.get(loss) and float(draft.get(f"{A}.kl_loss_coef")) > 0
     in_reward = draft.get(reward) and float(draft.get(f"{control}.kl_coef")) > 0
     if in_loss:
         draft.set("algorithm.beta", float(draft.get(f"{A}.kl_loss_coef")), loss, f"{A}.kl_loss_coef")
-        draft.set("algorithm.kl", estimator(f"{A}.kl_loss_type"), f"{A}.kl_loss_type")
+        kl = estimator(key := f"{A}.kl_loss_type")
+        draft.set("algorithm.kl", "k2" if str(draft.get(key)).endswith("+") else kl, key)  # `k3+` has k2's gradient
     if in_reward:
         beta, kl = ("reward_beta", "reward_kl") if in_loss else ("beta", "kl")
         draft.set(f"algorithm.{beta}", float(draft.get(f"{control}.kl_coef")), reward, f"{control}.kl_coef")
@@ -571,16 +625,16 @@ def _rewards(draft: Draft) -> None:
     draft.use(manager)
 
 
-def _sft(draft: Draft, gpus: int) -> None:
+def _sft(draft: Draft, devices: int) -> None:
     """Set the batch, the optimizer and the columns of SFT."""
     rows = int(draft.get("data.train_batch_size"))
     draft.set("algorithm.name", "sft")
     keys = ("data.micro_batch_size_per_gpu", "data.micro_batch_size")
     if draft.get("data.use_dynamic_bsz"):
-        most = int(draft.get("data.max_token_len_per_gpu")) * gpus
+        most = int(draft.get("data.max_token_len_per_gpu")) * devices * draft.values.get("mesh.context", 1)
         draft.set("batch.microbatch_tokens", most, "data.max_token_len_per_gpu", "data.use_dynamic_bsz", *keys)
     else:
-        shared.microbatch_rows(draft, int(draft.get(keys[0])) * gpus, rows, *keys)
+        shared.microbatch_rows(draft, int(draft.get(keys[0])) * devices, rows, *keys)
     draft.use("data.use_dynamic_bsz", "data.max_token_len_per_gpu")
     draft.set("optimizer.no_decay", (), "optim.weight_decay")
     shared.betas(draft, "optim.betas")

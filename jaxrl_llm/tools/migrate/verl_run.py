@@ -35,13 +35,9 @@ def trainer(draft: Draft, options: Options) -> None:
     if draft.values["eval.every"] >= 0:
         draft.set("eval.at_start", before, "trainer.val_before_train")
         draft.set("eval.at_end", every > 0, "trainer.test_freq")
-        rows = shared.known_rows(options._replace(rows=0), draft.get("data.val_files"), "train")
-        draft.set("eval.prompts", rows or None, "data.val_files")
-        most = int(draft.get("data.val_max_samples") or -1)
-        if most > 0:
-            draft.set("eval.prompts", min(most, rows or most), "data.val_max_samples", "data.val_files")
-        elif not rows:
-            draft.check("data.val_files: verl evaluates on all its rows, here on eval.prompts of them, 128 unless set")
+        keys = ("data.val_files", "data.val_max_samples")
+        path, most = (draft.get(key) for key in keys)
+        shared.held_out_rows(draft, options, path, "train", int(most or 0), *keys)
     if draft.get("actor_rollout_ref.rollout.val_kwargs.n"):
         _validation(draft, "actor_rollout_ref.rollout.val_kwargs")
     keys = [f"trainer.{key}" for key in ("max_actor_ckpt_to_keep", "max_ckpt_to_keep", "remove_previous_ckpt_in_save")]
@@ -75,10 +71,11 @@ def _validation(draft: Draft, at: str) -> None:
     temperature = float(draft.get(f"{at}.temperature")) if draft.get(f"{at}.do_sample") else 0.0
     draft.set("eval.temperature", temperature, f"{at}.do_sample", f"{at}.temperature")
     draft.set("eval.greedy", False, f"{at}.do_sample")
-    if draft.sets(f"{at}.top_p"):
-        draft.set("eval.top_p", float(draft.get(f"{at}.top_p")), f"{at}.top_p")
-    if draft.sets(f"{at}.top_k"):
-        draft.set("eval.top_k", max(int(draft.get(f"{at}.top_k")), 0), f"{at}.top_k")
+    # Unset, they are off there, and those of training here.
+    top_p, top_k = float(draft.first(f"{at}.top_p", default=1.0)), int(draft.first(f"{at}.top_k", default=-1))
+    for name, value, off in (("top_p", top_p, 1.0), ("top_k", max(top_k, 0), 0)):
+        if draft.sets(f"{at}.{name}") or draft.values.get(f"rollout.{name}", off) != value:
+            draft.set(f"eval.{name}", value, f"{at}.{name}")
     if int(draft.get(f"{at}.n")) > 1:
         draft.set("eval.estimate", "verl", f"{at}.n")
         draft.set("eval.extremes", True, f"{at}.n")
@@ -94,6 +91,10 @@ def learning_rate(draft: Draft, at: str) -> None:
         draft.check(f"{at}.lr_decay_steps = {end}: inverse_sqrt has no end here; there min_lr follows")
     elif end > 0 and shapes[at] != "constant":
         draft.set("optimizer.schedule_steps", end, f"{at}.lr_decay_steps")
+    if (share := float(draft.get(f"{at}.lr_decay_ratio") or 1)) < 1:
+        draft.set("optimizer.schedule_steps", int(share * draft.values.get("total_steps", 0)), f"{at}.lr_decay_ratio")
+        if "total_steps" not in draft.values:
+            draft.check(f"{at}.lr_decay_ratio = {share}: optimizer.schedule_steps is that share of all steps")
     steps = draft.get(f"{at}.lr_warmup_steps")
     ratios = [f"{at}.lr_warmup_steps_ratio", f"{at}.warmup_steps_ratio"]
     ratio = next((draft.settings[key] for key in ratios if draft.sets(key)), draft.get(ratios[0]))
@@ -104,21 +105,35 @@ def learning_rate(draft: Draft, at: str) -> None:
     elif ratio:
         draft.set("optimizer.warmup_ratio", float(ratio), *ratios)
     first = float(draft.get(f"{at}.lr_warmup_init") or 0)
+    first = first or float(draft.get(f"{at}.init_lr_ratio") or 0) * float(draft.get(f"{at}.lr"))
     if first and ("optimizer.warmup_steps" in draft.values or "optimizer.warmup_ratio" in draft.values):
-        draft.set("optimizer.warmup_init", first, f"{at}.lr_warmup_init")
+        draft.set("optimizer.warmup_init", first, f"{at}.lr_warmup_init", f"{at}.init_lr_ratio")
     style = draft.get(f"{at}.weight_decay_incr_style")
     if style in ("linear", "cosine"):
         draft.set("optimizer.weight_decay_shape", style, f"{at}.weight_decay_incr_style")
-    draft.use(f"{at}.lr_warmup_init", f"{at}.weight_decay_incr_style")
+    draft.use(f"{at}.lr_warmup_init", f"{at}.init_lr_ratio", f"{at}.weight_decay_incr_style", f"{at}.lr_decay_ratio")
     lowest = draft.get(f"{at}.min_lr")
     if lowest:
         draft.set("optimizer.min_lr_ratio", float(lowest) / float(draft.get(f"{at}.lr")), f"{at}.min_lr")
     draft.use(f"{at}.lr_warmup_steps", *ratios, f"{at}.min_lr")
     if draft.sets(f"{at}.betas"):
         shared.betas(draft, f"{at}.betas")
+    kept = [f"{at}.{name}" for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
+    types = {shared.type_name(draft.first(key, default="float32")) for key in kept}
+    if types == {"bfloat16"}:
+        draft.set("optimizer.moment_dtype", "bfloat16", *kept)
+    elif len(types) > 1:
+        draft.check(f"{kept[0]} and {kept[1]} differ: both moments are in float32, one of optimizer.moment_dtype")
+    draft.use(*kept)
     if draft.sets(f"{at}.optimizer"):
         shared.optimizer(draft, draft.get(f"{at}.optimizer"), f"{at}.optimizer")
         draft.use(f"{at}.optimizer_impl")
+        if str(draft.get(f"{at}.optimizer")).lower() == "muon":
+            draft.check(
+                f"{at}.optimizer is muon: updates of matrices have the root mean square 0.2 here, as AdamW's, and "
+                f"Nesterov's momentum; in Megatron {at}.muon_extra_scale_factor, 1 unless set, and none. "
+                "optimizer.rate_factors gives matrices a rate of their own"
+            )
     if (section := next((name for name, shape in shapes.items() if shape == "wsd"), None)) is not None:
         total = draft.values["total_steps"]
         if draft.sets(key := f"{section}.lr_scheduler"):  # of sft_trainer.yaml: the last tenth of what follows warm-up
