@@ -20,7 +20,7 @@ def reader_of(path: str) -> str | None:
 
 
 def encoding_fault(file: str, reader: str) -> str | None:
-    """The fault of a local file without rows of text (it is empty, or a line is not UTF-8); None when it has no fault.
+    """The fault of a local file without rows of text (it is blank, or a line is not UTF-8); None when it has no fault.
 
     Readers take bytes that are no text, and fail much later. Patterns, files in a bucket and compressed files pass.
     """
@@ -32,12 +32,14 @@ def encoding_fault(file: str, reader: str) -> str | None:
     if reader not in ("json", "csv") or path.suffix not in (".json", ".jsonl", ".csv", ".txt"):
         return None
     with path.open("rb") as opened:
+        blank = True
         for number, line in enumerate(opened, start=1):
+            blank = blank and not line.strip()
             try:
                 line.decode("utf-8")
             except UnicodeDecodeError as error:
                 return f"line {number} is not UTF-8 (byte {line[error.start]:#04x}); save the file as UTF-8"
-    return None
+    return "the file has empty lines alone; give it at least one row" if blank else None
 
 
 def content_fault(file: str) -> str | None:

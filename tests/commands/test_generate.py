@@ -306,7 +306,8 @@ def test_command_errors(arguments, words):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"\n \n", "no prompts"),
+        (b"\n \n", "the file has empty lines alone"),
+        (b"\xef\xbb\xbf\n", "no prompts"),
         (b"", "the file is empty"),
         (b"a\n\xe9t\xe9\n", r"line 2 is not UTF-8 \(byte 0xe9\)"),
         (b'{"question": "a"}', "no column prompt; it has question"),
