@@ -1,12 +1,13 @@
 """The learner's programs, compiled while the first evaluation and the first rollout sample.
 
 Rows of the same shapes and shardings stand for the batch that is not there yet. Compiling fills the caches of the
-jitted functions, in which the first step then finds its programs.
+jitted functions, in which the first step then finds its programs. Nothing is computed with them: over several devices
+a program that starts here could meet the rollout's in another order on each (see distributed/turns.py).
 """
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -20,7 +21,6 @@ from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.packing.planner import typical_rollouts
 from jaxrl_llm.training.passes import scored_logps, scored_norms
 from jaxrl_llm.training.setup.run import Run
-from jaxrl_llm.training.step import minibatches_of
 from jaxrl_llm.training.teachers.teacher import Teacher
 from jaxrl_llm.training.update import State, merge_frozen
 
@@ -28,24 +28,22 @@ from jaxrl_llm.training.update import State, merge_frozen
 def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
     """Functions that compile a program each, in the order in which a step needs them.
 
-    None for what is not known to have these shardings: several processes, a critic, a replay buffer, a full KL, a
-    teacher's distributions or context, rows that may have images, replayed experts, offline batches.
+    There are none for what is not known to have these shardings: several processes, a critic, a replay buffer, a full
+    KL, a teacher's distributions or context, rows that may have images, replayed experts, offline batches.
     """
-    source = run.source
+    source, mesh, size = run.source, run.mesh, run.batch.rows // run.batch.minibatches
     if jax.process_count() > 1 or not isinstance(source, OnlineSource):
         return
-    learner, spec, reference = source.learner, source.learner.spec, source.learner.reference
-    teacher = learner.teacher
+    learner, engine, teacher = source.learner, source.producer.worker.engine, source.learner.teacher
+    spec, reference = learner.spec, learner.reference
     if learner.critic is not None or learner.replay is not None or spec.full_kl:
         return
-    if learner.net.config.vision is not None or source.producer.worker.engine.record_experts:
+    if learner.net.config.vision is not None or engine.record_experts:
         return
     if teacher is not None and (teacher.spec.divergence or learner.context is not None):
         return
-    engine, count, mesh = source.producer.worker.engine, run.batch.rows, run.mesh
-    sample = typical_rollouts(count, engine.group_size, learner.prompt_width, engine.max_completion_length)
-    tokens, segments, mask = rows_to_global((sample.tokens, sample.segments, sample.mask), mesh)
-    inputs = learner.inputs(tokens, segments, mask)
+    shape = engine.group_size, learner.prompt_width, engine.max_completion_length
+    inputs = rows_to_global(learner.inputs(*typical_rollouts(run.batch.rows, *shape)[:3]), mesh)
 
     def logps(params, net: Net = learner.net, program: Any = scored_logps) -> Callable[[], object]:
         arguments = (inputs, spec.temperature, run.batch.forward_rows, row_shards(mesh))
@@ -63,7 +61,8 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
         yield logps(reference.params)
     if isinstance(teacher, Teacher):
         yield logps(teacher.params, teacher.net)
-    batch = Batch(
+    tokens, segments, mask, _ = typical_rollouts(size, *shape)
+    minibatch = Batch(
         Inputs(tokens, segments, prompt_width=learner.prompt_width),
         mask=mask,
         sample_logps=mask,
@@ -72,13 +71,12 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
         ref_logps=mask if learner.kl_in_loss else None,
         advantages=mask,
         observed=mask if spec.observations else None,
-        positive=rows_to_global(np.zeros(count, np.float32), mesh) if spec.correct_at is not None else None,
-        seeds=rows_to_global(np.zeros(count, np.uint32), mesh) if spec.draws_seeds else None,
-        **learner.weights_of_rows([""] * count),
+        positive=mask[:, 0] if spec.correct_at is not None else None,
+        seeds=np.zeros(size, np.uint32) if spec.draws_seeds else None,
+        **learner.weights_of_rows([""] * size),
     )
-    batch = batch.replace(scalars=learner.scalars(batch))
-    update: Any = run.update
-    minibatch = minibatches_of(run, batch, None, run.batch.minibatches, 1)[0]
+    scalars, update = learner.scalars(minibatch), cast(Any, run.update)
+    minibatch = rows_to_global(run.pack.of_rows(size)(minibatch), mesh).replace(scalars=scalars)
     yield lambda: update.lower(state, minibatch, run.frozen).compile()
 
 
