@@ -142,8 +142,6 @@ class Learner:
         if result.baselines is not None:
             self.baselines = dict(zip(self.baselines, np.asarray(result.baselines).tolist(), strict=True))
             metrics |= {f"{BASELINE}{name}": np.float32(value) for name, value in self.baselines.items()}
-        if rollouts.resampled_groups is not None:
-            metrics["rollout/resampled_groups"] = np.float32(rollouts.resampled_groups)
 
         # The batch of step 6, of these rows or of some that were kept, and what its loss reads besides.
         batch = Batch(
@@ -185,7 +183,7 @@ class Learner:
             batch = batch.replace(seeds=rows_to_global(np.split(seeds, group.count)[group.index], self.mesh))
 
         metrics |= {**controllers.metrics(), **made}
-        metrics |= over_processes(rollouts.logged, metrics)
+        metrics |= over_processes(rollouts.logged, {*metrics, "step", "time"})  # which each line has
         self.controllers = controllers.after_rollouts(result.kl, batch.rows)
         row_advantages = local_rows(masked_mean(result.advantages, mask, axis=-1))
         table = rollouts.table(RowGroup.of(self.mesh), self.advantages.reward_names, {}, row_advantages)

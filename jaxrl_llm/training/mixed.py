@@ -31,9 +31,10 @@ class MixedSource(OnlineSource):
 
     def get_state(self) -> dict[str, Any]:
         """The numbers that a resumed run needs besides the training state and `get_arrays`."""
-        return {"online": super().get_state(), "offline": self.offline.get_state()}
+        return super().get_state() | {"offline": self.offline.get_state()}
 
     def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Restore what `get_state` and `get_arrays` returned."""
-        super().set_state(state["online"], arrays)
-        self.offline.set_state(state["offline"], {})
+        """Restore what `get_state` and `get_arrays` returned; a run that took no given rows before starts with them."""
+        super().set_state(state, arrays)
+        if "offline" in state:
+            self.offline.set_state(state["offline"], {})

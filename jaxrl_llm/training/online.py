@@ -173,6 +173,8 @@ class OnlineSource:
         pipeline = self.producer.pipeline
         if rollouts.partial is not None:
             metrics |= rollouts.partial.metrics(int(state.step))
+        if rollouts.resampled_groups is not None:
+            metrics |= {"rollout/resampled_groups": np.float32(rollouts.resampled_groups)}
         if isinstance(pipeline, Curriculum):
             metrics = pipeline.metrics() | metrics
         if rollouts.epochs is not None:
@@ -206,7 +208,8 @@ class OnlineSource:
         return trees | dict.fromkeys(producer.pipeline.arrays)
 
     def set_state(self, state: dict[str, Any], arrays: dict[str, Any]) -> None:
-        """Restore what `get_state` and `get_arrays` returned."""
+        """Restore what `get_state` and `get_arrays` returned, also those of a `MixedSource`."""
+        state = state.get("online", state)  # as an earlier version had a mixed source's
         pipeline, position = self.producer.pipeline, dict(state["pipeline"])
         for name in pipeline.arrays:  # checkpoints of earlier versions have them in the position
             position |= arrays.get(name, {})

@@ -293,7 +293,8 @@ class Checkpoints:
     def restore_best(self, state: State, mesh: Mesh, note: Callable[[str], None]) -> State:
         """The state of the best checkpoint, in place of `state`, whose arrays are freed; `note` shows which it is.
 
-        The state itself where no checkpoint has the metric, which is noted, or the best is damaged: see `warnings`.
+        It is the state itself where no checkpoint has the metric, which is noted, or where the best is damaged: see
+        `warnings`.
         """
         self.wait()
         best = self._manager.best_step()
@@ -412,9 +413,10 @@ def find(path: str | Path) -> tuple[Checkpoints, int, list[str]]:
     `path` is RUN/checkpoints/STEP, or RUN/checkpoints or RUN for the newest intact step. Raises ConfigError when there
     is none, or the step that is named is damaged.
     """
-    folder = path_of(path)
-    step = int(folder.name) if folder.name.isdigit() else None
-    folder = folder if step is None else folder.parent
+    folder, step = path_of(path), None
+    held = [x.name for x in folder.iterdir()] if folder.is_dir() else []
+    if folder.name.isdigit() and not any(name == "checkpoints" or name.isdigit() for name in held):  # as a run may be
+        folder, step = folder.parent, int(folder.name)
     folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     checkpoints = Checkpoints(folder, read_only=True) if folder.is_dir() else None
     steps = checkpoints.steps() if checkpoints else []

@@ -25,6 +25,7 @@ from jaxrl_llm.training.checkpoint.settings import (
     check_frozen,
 )
 from jaxrl_llm.training.checkpoint.shapes import free
+from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.runtime.callbacks import Callbacks
 from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.run import Run, rescheduled
@@ -122,6 +123,13 @@ def resume(
         state, host = run.begin(*source.restore_models(step, run.state, run.mesh), step), source.host(step)
         begun = "checkpoint.load is model,extra: a new optimizer begins, without moments"
         problems = [*problems, *source.warnings(), begun]
+    samples = isinstance(run.source, OnlineSource)
+    if samples == ("seen" in host):  # of runs that are given their rows
+        former, own = ("learned from given rows", "samples them") if samples else ("sampled its rows", "is given them")
+        raise ConfigError(
+            f"checkpoint {source.folder / str(step)} is of a run that {former}, and algorithm.name = "
+            f"{config.algorithm.name!r} {own}: begin with its model alone, checkpoint.load=model"
+        )
     problems = [*problems, *edited(host.get("data_files", {}), run.data_files)]
     like = run.source.restorable() | ({} if run.average is None else run.average.arrays())
     if left := source.trees(step) - like.keys():

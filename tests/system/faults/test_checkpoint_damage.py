@@ -143,6 +143,15 @@ def test_a_damaged_checkpoint_is_passed_over(folder, harm):
     assert find(folder / "1")[1] == 1
 
 
+def test_a_run_may_be_named_by_a_number(folder):
+    """As that of a job: it is no step."""
+    for path in (folder.parent / "4711", folder.parent / "4712" / "checkpoints"):
+        shutil.copytree(folder, path)
+    assert [find(folder.parent / name)[1] for name in ("4711", "4712", "4711/2", "4712/2", "4712/checkpoints/2")] == [
+        3, 3, 2, 2, 2,
+    ]  # fmt: skip
+
+
 def test_all_checkpoints_damaged_ends_the_run(folder):
     for step in (1, 2, 3):
         truncate(folder / str(step))

@@ -86,6 +86,16 @@ def test_a_new_optimizer_goes_on_with_data_and_learning_rate(whole, tmp_path, ca
     assert not np.allclose(mu, vector(state_of(whole.output_dir, 3)["opt_state"], "mu"))
 
 
+def test_a_checkpoint_of_another_kind_of_run_is_refused(whole, tmp_path):
+    """As one of supervised fine-tuning, from which samples are to go on."""
+    config = config_of(tmp_path / "samples")
+    config.algorithm.name, config.checkpoint.resume = "grpo", str(whole.output_dir)
+    with pytest.raises(
+        ConfigError, match=r"learned from given rows, and algorithm.name = 'grpo' samples .*load=model$"
+    ):
+        jaxrl_llm.train(config, ROWS, rewards=lambda completions, **columns: [1.0] * len(completions))
+
+
 @pytest.mark.slow
 def test_another_optimizer_may_be_named(whole, tmp_path):
     config = interrupted(whole, tmp_path / "run", 3)
