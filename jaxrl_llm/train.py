@@ -10,7 +10,6 @@ Every algorithm is `experience -> Batch -> update -> State`. One step:
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,7 +68,7 @@ from jaxrl_llm.training.runtime.moment import EVALUATE, SAVE
 from jaxrl_llm.training.runtime.preemption import Notices, Preempted
 from jaxrl_llm.training.runtime.profiler import Profiler, steps_here
 from jaxrl_llm.training.runtime.watchdog import UPLOAD, Watchdog
-from jaxrl_llm.training.setup.given import Given, take
+from jaxrl_llm.training.setup.given import Given, listed, take
 from jaxrl_llm.training.setup.mesh import build_mesh
 from jaxrl_llm.training.setup.records import checkpoint_folder, health_spec, keep_of, logging_spec, peak_of
 from jaxrl_llm.training.setup.resume import changes_to, loaded_once, parts_loaded, resume
@@ -136,7 +135,7 @@ def train(
         eval_dataset=eval_dataset,
         rewards=rewards,
         environment=environment,
-        tools=tools if isinstance(tools, list | tuple) else [] if tools is None else [tools],
+        tools=listed(tools),
         model=model,
         tokenizer=tokenizer,
         compute_metrics=compute_metrics,
@@ -146,6 +145,7 @@ def train(
     overlap_collectives(config.overlap_collectives)
     order_collectives()  # of processes that a program of the user's has joined
     keep_compiled(config.compilation_cache)
+    profiled = steps_here(config.logging.profile_steps, config.logging.profile_process)
     # Once, for all that is kept in it, and absolute, as a user's function may change the working directory; after the
     # flags above, as it asks for devices.
     config.output_dir = numbered(str(Path(config.output_dir).expanduser().absolute()))
@@ -192,7 +192,6 @@ def train(
             check_best(config.checkpoint.best, metrics)
             return metrics
 
-        profiled = steps_here(config.logging.profile_steps, config.logging.profile_process)
         with Profiler(profiled, folder, stopwatch, logger.note) as profiler:
             hooks("on_begin", step, log.newest, current)
             if step == 0 and run.evaluation is not None and config.eval.at_start and not config.eval.start:
@@ -234,7 +233,8 @@ def train(
                 if evaluates:
                     saves = SAVE in hooks("on_evaluate", step, log.newest, current) or saves
                     last = last or step == hooks.end  # a hook may have ended the run
-                if saves or last:
+                    leaves = leaves or notices.reached(step, deferred)  # an evaluation may take long
+                if saves or last or leaves:
                     hooks("on_checkpoint", step, log.newest, current)
                     with stopwatch("checkpoint"):
                         _check_locks(locks)
@@ -294,11 +294,10 @@ def _exported(
 
 
 def _start(
-    config, given: Given, callbacks: Sequence[Any], stack: contextlib.ExitStack
+    config, given: Given, callbacks: Any, stack: contextlib.ExitStack
 ) -> tuple[Run, State, StepLog, Logger, Checkpoints, Callbacks, list[RunLock]]:
     """Everything that a run needs, on a mesh that is set; `stack` closes it. A resumed run starts at its checkpoint."""
     folder, mesh, kept_in = Path(config.output_dir), build_mesh(config), checkpoint_folder(config)
-    steps_here(config.logging.profile_steps, config.logging.profile_process)  # refuses some
     check_writable(folder)
     locks = _lock(folder, kept_in, stack)
     if not is_remote(kept_in):
@@ -315,7 +314,7 @@ def _start(
         check_installed(config.logging.backends)
     check_push(config)
     check_copy(config)
-    named = load_callbacks((*config.callbacks, *(callbacks if isinstance(callbacks, list | tuple) else [callbacks])))
+    named = load_callbacks((*config.callbacks, *listed(callbacks)))
     shows = jax.process_index() == 0 and "console" in config.logging.backends
     loading = f"loading {masked(config.model.path)} and the data"
     with waiting(loading, stdout_console()) if shows else contextlib.nullcontext():

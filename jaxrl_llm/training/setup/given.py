@@ -134,6 +134,11 @@ def take(
     return config, Given(optimizer=optimizer, schedule=schedule, **objects)
 
 
+def listed(value: Any) -> list[Any]:
+    """The objects of an argument that takes none, one or several."""
+    return [] if value is None else [*value] if isinstance(value, list | tuple) else [value]
+
+
 def lora_settings(peft_config: Any) -> dict[str, Any]:
     """The keys of `lora` that PEFT's LoraConfig, or a dictionary of its fields, stands for.
 

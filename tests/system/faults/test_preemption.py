@@ -98,6 +98,23 @@ def test_a_preempted_run_saves_and_goes_on(tiny_run, root, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_signal_in_an_evaluation_ends_behind_it(root, tmp_path):
+    """And not behind the next step, which may take as long again."""
+    config = load_config_file(f"{root}/configs/sft.py:tiny")
+    config.output_dir, config.logging.backends = str(tmp_path / "run"), ("jsonl",)
+    config.total_steps, config.eval.every, config.checkpoint.every = 3, 1, 0
+
+    def preempting(moment):
+        if moment.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Preempted) as raised:
+        jaxrl_llm.train(config, callbacks=SimpleNamespace(on_evaluate=preempting))
+    assert raised.value.step == 1
+    assert [line["step"] for line in metrics(tmp_path / "run/metrics.jsonl") if "eval/loss" in line][-1] == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_with_143_and_resumes(run_python, root, tmp_path, number):
     (tmp_path / "rewards.py").write_text(

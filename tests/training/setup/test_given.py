@@ -15,7 +15,7 @@ import transformers
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.adapters.lora import has_adapters, parse_targets
-from jaxrl_llm.training.setup.given import lora_settings, take
+from jaxrl_llm.training.setup.given import listed, lora_settings, take
 
 ROWS = [{"prompt": f"sort:{n}=", "answer": "".join(sorted(str(n)))} for n in range(100, 108)]
 OBJECTS = dict.fromkeys(
@@ -29,6 +29,11 @@ def length(completions, **columns):
 
 def one(completions, **columns):
     return [1.0] * len(completions)
+
+
+def test_none_one_or_several():
+    """Tools and callbacks, which a program may hand on as None."""
+    assert [listed(x) for x in (None, one, [one], (one, length), [])] == [[], [one], [one], [one, length], []]
 
 
 @dataclass
