@@ -165,7 +165,10 @@ def _call_function(path: str, split: str, name: str | None, arguments: Mapping[s
     """The rows that a user's function returns, or an instance of a user's class; it gets the arguments that it
     names."""
     name_of_it, options = split_options(path)
-    function = resolve(name_of_it, {})
+    try:
+        function = resolve(name_of_it, {})
+    except ConfigError as error:
+        raise ConfigError(f"data.path: {error}") from error
     if not callable(function):
         raise ConfigError(
             f"data.path: {name_of_it} is {type(function).__name__}, but it takes a function or a class that gives rows"

@@ -119,7 +119,12 @@ def _resolve(spec: str | RewardFunction) -> RewardFunction:
         return resolve(spec, BUILT_IN) if callable(spec) else spec
     if spec.endswith(".json"):
         spec = f"openai_grader(grader={spec!r})"
-    function, options = resolve_with_options(f"{spec}:compute_score" if spec.endswith(".py") else spec, BUILT_IN)
+    try:
+        function, options = resolve_with_options(f"{spec}:compute_score" if spec.endswith(".py") else spec, BUILT_IN)
+    except ConfigError as error:
+        raise RewardError(f"rewards.functions: {error}") from error
+    if not callable(function) and not hasattr(function, "grade"):
+        raise RewardError(f"rewards.functions: {spec} is {shorten(function, 60)}, which cannot be called")
     if not isinstance(function, type):
         return functools.partial(function, **options) if options else function
     if function is CombinedGrader:

@@ -495,6 +495,8 @@ def test_a_class_with_the_signature_of_verl(tmp_path):
     assert [row["prompt"] for row in rows] == ["a.parquet T question c None 0", "a.parquet T question c None 1"]
     with pytest.raises(ConfigError, match=r"own.py:other asks for session; it gets those of config, data_files"):
         load(f"{tmp_path}/own.py:other", arguments=arguments)
+    with pytest.raises(ConfigError, match=r"data.path: cannot find '.*own.py:Owned': .*; the closest is Own"):
+        load(f"{tmp_path}/own.py:Owned", arguments=arguments)
     with pytest.raises(ConfigError, match=r"own.py:Own has no argument 'file'"):
         load(f"{tmp_path}/own.py:Own(file='a')", arguments=arguments)
 

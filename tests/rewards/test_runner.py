@@ -173,7 +173,9 @@ def test_a_single_name_is_a_list_of_one():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
+        ("exact_matsh", "rewards.functions: unknown name 'exact_matsh'; known are "),
         ("exact_matsh", "the closest is exact_match"),
+        ("math:pi", "rewards.functions: math:pi is 3.14159"),
         (
             "soft_overlong(max_length=2, cach=1)",
             "soft_overlong has no option 'cach'; it takes completion_ids, max_length",
