@@ -256,7 +256,7 @@ def sample_ids(
     ]
     with jax.set_mesh(mesh):
         at_once, shards = ROWS_AT_ONCE // engine.group_size, row_shards(mesh)
-        for start, count, batch in full_batches(examples, at_once, shards, RowGroup.of(mesh)):
+        for start, count, batch, _ in full_batches(examples, at_once, shards, RowGroup.of(mesh)):
             padded = pad_prompts([example["prompt_ids"] for example in batch], width)
             prompts, segments = rows_to_global(padded, mesh)
             images = prompt_images(batch, model.net.config.vision) if tiles is not None else None

@@ -57,8 +57,8 @@ class FirstStage:
         note(f"first stage: the reference completes each of {len(prompts.examples)} prompts {n} times")
         key, found = jax.random.fold_in(jax.random.key(self.seed), REFERENCE_SAMPLES), []
         began = noted = time.monotonic()
-        for start, count, own in full_batches(prompts.examples, self.prompts_at_once, row_shards(worker.mesh), group):
-            counted = min(max(count - group.index * len(own), 0), len(own))
+        batches = full_batches(prompts.examples, self.prompts_at_once, row_shards(worker.mesh), group)
+        for start, count, own, counted in batches:
             out = worker(params, own, key, start * n, counted=counted)
             raw = combine_rewards(rows_to_global(out.rewards, worker.mesh), weights)
             scores = multihost_utils.process_allgather(self.advantages.shaped(raw, out.rollout), tiled=True)
@@ -74,7 +74,8 @@ class FirstStage:
         note(f"first stage: their mean score is {np.nanmean(scores):.4g}{solved}{self._written(scores)}")
 
     def _written(self, scores: np.ndarray) -> str:
-        """Write the rows with their scores, in the first process; where they are now, in words, or why they are not."""
+        """Write the rows with their scores, in the first process, and return in words where they are now, or why they
+        are not."""
         if jax.process_index():
             return ""
         path, left = self.folder / FILE, ("prompt_ids", PIXELS)
@@ -93,8 +94,8 @@ class FirstStage:
 
 
 def assume_scores(source: Any) -> int:
-    """Take a score of 1 for each prompt whose scores are not known, for steps that are measured and not trained on; the
-    number of these prompts."""
+    """Take a score of 1 for each prompt whose scores are not known, for steps that are measured and not trained on;
+    returns the number of these prompts."""
     prompts = source.producer.pipeline if isinstance(source, OnlineSource) else None
     if not isinstance(prompts, ScoredPrompts) or prompts.known:
         return 0

@@ -51,10 +51,13 @@ def test_pass_at_k_of_many_samples_is_exact():
 @pytest.mark.parametrize(("count", "at_once", "multiple"), [(7, 3, 1), (7, 3, 2), (2, 100, 1), (1, 1, 8), (8, 0, 1)])
 def test_batches_cover_all_examples_once_and_have_one_size(count, at_once, multiple):
     batches = list(full_batches(range(count), at_once, multiple, RowGroup(0, 1, 1)))
-    assert [x for _, own, examples in batches for x in examples[:own]] == list(range(count))
-    (size,) = {len(examples) for _, _, examples in batches}
+    assert [x for _, _, examples, own in batches for x in examples[:own]] == list(range(count))
+    (size,) = {len(examples) for _, _, examples, _ in batches}
     assert size % multiple == 0
-    assert [start for start, _, _ in batches] == list(range(0, count, size))
+    assert [start for start, *_ in batches] == list(range(0, count, size))
+    shares = [list(full_batches(range(count), at_once, multiple, RowGroup(index, 2, 1))) for index in range(2)]
+    for both in zip(*shares, strict=True):
+        assert sum(own for *_, own in both) == both[0][1] == both[1][1]
 
 
 # --- the function ---

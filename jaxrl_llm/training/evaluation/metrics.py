@@ -53,7 +53,7 @@ class EvalMetrics:
 
     def answers_of(self, completions: Sequence[Any], reward: str, logged: Logged) -> list[str | None] | None:
         """The answer in each completion, None where it has none: what `answer` extracts of its text, or else what the
-        function `reward` logged. None where that logged none; raises RewardError when `answer` fails.
+        function `reward` logged. It is None where that logged none; raises RewardError when `answer` fails.
         """
         if self.answer is None:
             column = logged.columns.get(f"{reward}/{PRED}", None if completions else [])
@@ -140,7 +140,7 @@ def summary(
 ) -> dict[str, float]:
     """`reward`, `accuracy`, `greedy_accuracy`, `pass@k`, and the optional ones of `metrics`: means over prompts.
 
-    As verl estimates, also the standard deviations of a prompt's samples, `reward_std` and `accuracy_std`.
+    With verl's estimates there are also the standard deviations of a prompt's samples, `reward_std` and `accuracy_std`.
     A mean over no prompt, where the first reward applies to none or no reward does, is nan. k is every power of two up
     to the number of samples (the fewest of any prompt), and that number; from 2 on for `maj@k`, `best@k` and `worst@k`.
     With an interval `reward`, the accuracies, and `pass@k` and `maj@k` of the largest k have `_low` and `_high` too.

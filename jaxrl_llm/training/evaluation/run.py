@@ -144,9 +144,7 @@ class Evaluation:
         group_size, logged = sampler.engine.group_size, NOTHING_LOGGED
         batches, answers, numbers = [], [], []
         group, at_once = RowGroup.of(sampler.mesh), self.prompts_at_once
-        for start, count, examples in full_batches(self.examples, at_once, row_shards(sampler.mesh), group):
-            # The examples of this process that do not fill up the batch: what fills it up is neither graded nor paid.
-            own = min(max(count - group.index * len(examples), 0), len(examples))
+        for start, count, examples, own in full_batches(self.examples, at_once, row_shards(sampler.mesh), group):
             # Keyed by the position in this set alone: other sets, and the training step, change no sample.
             out = sampler(params, examples, jax.random.fold_in(key, start), state=state, counted=own)
             arrays = (rows_to_global(out.rewards, sampler.mesh), out.rollout.lengths, out.rollout.finished)
@@ -193,9 +191,9 @@ def completions_of(evaluation: Evaluation, params: Params, key) -> list[list[Any
     key, sampler = jax.random.fold_in(key, EVALUATION), evaluation.sampled
     group_size, completions = sampler.engine.group_size, []
     group, at_once = RowGroup.of(sampler.mesh), evaluation.prompts_at_once
-    for start, count, examples in full_batches(evaluation.examples, at_once, row_shards(sampler.mesh), group):
-        out = sampler(params, examples, jax.random.fold_in(key, start))
-        gathered = [completion for own in group.gather(out.completions) for completion in own]
+    for start, count, examples, own in full_batches(evaluation.examples, at_once, row_shards(sampler.mesh), group):
+        out = sampler(params, examples, jax.random.fold_in(key, start), counted=own)
+        gathered = [completion for share in group.gather(out.completions) for completion in share]
         completions += gathered[: count * group_size]
     return [completions[row : row + group_size] for row in range(0, len(completions), group_size)]
 
@@ -211,9 +209,10 @@ def check_best(best: str | None, metrics: Mapping[str, float]) -> None:
 
 def full_batches(
     examples: Sequence[Any], at_once: int, multiple: int, group: RowGroup
-) -> Iterator[tuple[int, int, list[Any]]]:
+) -> Iterator[tuple[int, int, list[Any], int]]:
     """For each batch of about `at_once` examples the position of its first among all, their number without those that
-    fill it up, and those of this process, which are those of its row group.
+    fill it up, those of this process, which are those of its row group, and how many of them fill nothing up: what
+    does is neither graded nor paid.
 
     All batches have the same size, which the row shards of the mesh (`multiple`) and the groups divide; the last one
     is filled up by repeating its last example.
@@ -224,4 +223,5 @@ def full_batches(
     for start in range(0, len(examples), size):
         batch = list(examples[start : start + size])
         filled = batch + [batch[-1]] * (size - len(batch))
-        yield start, len(batch), filled[group.index * share : (group.index + 1) * share]
+        counted = min(max(len(batch) - group.index * share, 0), share)
+        yield start, len(batch), filled[group.index * share : (group.index + 1) * share], counted

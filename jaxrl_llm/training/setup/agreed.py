@@ -20,11 +20,11 @@ from jaxrl_llm.data.tokenize import COLUMNS, STEP_LABELS
 from jaxrl_llm.distributed.processes import check_agreed
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.model import base_and_adapter
+from jaxrl_llm.training.checkpoint.data_files import checksum
 
 LOOKED_AT = 4096  # rows whose tokens are compared, evenly spaced; of the others their lengths
 LABELS = {"labels": "label", "pairs": "margin", "triples": "margin", "steps": STEP_LABELS}  # of rows, by their kind
 FIRST = 16  # rows of a stream that are compared
-EDGE = 1 << 16  # bytes at each end of a file that are compared, beside its size
 
 
 def check_same_rows(what: str, kind: str, rows: Sequence[Row]) -> None:
@@ -55,7 +55,7 @@ def check_same_streams(streams: Sequence[DataSource]) -> None:
         first = b"".join(map(digest_of, islice(rows, FIRST)))
         what = f"the checksum of the first {FIRST} rows of {stream.name or 'the data'}"
         facts[what] = facts.get(what, "") + _short(hashlib.sha256(first))  # of several splits of one data set
-        facts |= {name: _edges(file) for name, file in local_files(stream.path).items()}
+        facts |= {name: checksum(file) for name, file in local_files(stream.path).items()}
     check_agreed(facts, "Give all processes the same data, in the same order")
 
 
@@ -68,22 +68,12 @@ def check_same_model(path: str, revision: str | None, allow_pickle: bool, adapte
     folders |= {} if adapter is None else {adapter: Path(adapter)}  # of one behind a URL nothing is compared
     kinds = ("*.json", "*.safetensors", "pytorch_model*.bin")
     facts = {
-        f"{file.name} of {name}": _edges(file)
+        f"{file.name} of {name}": checksum(file)
         for name, folder in folders.items()
         for kind in kinds
         for file in sorted(folder.glob(kind))
     }
     check_agreed(facts, "Give all processes the same model: a copy of one folder, or one revision of a hub id")
-
-
-def _edges(file: Path) -> str:
-    """The size of a file, and a checksum of its first and last bytes."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        digest = hashlib.sha256(opened.read(EDGE))
-        opened.seek(max(size - EDGE, 0))
-        digest.update(opened.read())
-    return f"{size} bytes, {_short(digest)}"
 
 
 def _short(digest: "hashlib._Hash") -> str:

@@ -1,7 +1,6 @@
 """A run's demands on device memory, settled before it starts: slots, micro-batches, and lengths that do not fit."""
 
 import math
-import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.checks.values import reference_adapters
 from jaxrl_llm.config.schema import OFFLINE, SCHEDULE_FREE
+from jaxrl_llm.distributed.devices import cpu
 from jaxrl_llm.distributed.processes import gather
 from jaxrl_llm.distributed.sharding import bytes_on_device, over, placed, row_shards
 from jaxrl_llm.models.adapters.lora import has_adapters, split
@@ -36,7 +36,7 @@ def device_memory(mesh: Mesh) -> float:
     tell."""
     devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     if devices[0].platform == "cpu":  # they share that of their machine
-        here = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        here = cpu().memory
     else:
         here = float(sum((device.memory_stats() or {}).get("bytes_limit", math.inf) for device in devices))
     return here * mesh.devices.size / len(devices)
@@ -69,9 +69,9 @@ def microbatch_room(
 ) -> float | None:
     """Bytes that a run leaves free on each device, for micro-batches, or None where devices do not tell, as CPUs.
 
-    What is left beside parameters, gradients and where they are taken, the states of the optimizers, a reference that
-    is a copy, and an average. Teachers and reward models are not counted: a micro-batch takes no more than a share of
-    what is left.
+    They are what is left beside parameters, gradients and where they are taken, the states of the optimizers, a
+    reference that is a copy, and an average. Teachers and reward models are not counted: a micro-batch takes no more
+    than a share of what is left.
     """
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
     memory = 0 if jax.default_backend() == "cpu" else min(gather(min(limits)))

@@ -50,7 +50,7 @@ def test_labels_that_differ(of_two):
 
 
 def test_streams_that_differ(of_two, tmp_path, monkeypatch):
-    """In one of the first rows, or in a file's size or ends."""
+    """In one of the first rows, or in a file."""
     found = []
     rows = [{"prompt": f"{n:06d}", "completion": "x"} for n in range(40)]
     changes = ({}, {}, {agreed.FIRST - 1: "y"}, {39: "y"}, {39: "yy"})
@@ -79,11 +79,12 @@ def test_streams_that_differ(of_two, tmp_path, monkeypatch):
 
 
 def test_models_that_differ(of_two, tmp_path):
-    """In a file's size, first or last bytes, or by a file that is not there; the adapter too."""
-    files = {"config.json": b"{}", "model.safetensors": bytes(3 * agreed.EDGE)}
-    changed = bytes(3 * agreed.EDGE - 1)
-    kinds = (files, files | {"model.safetensors": changed + b"1"}, files | {"model.safetensors": b"1" + changed})
-    kinds += (files | {"model.safetensors": changed}, files | {"generation_config.json": b"{}"})
+    """In a file's size, in bytes wherever they are, or by a file that is not there; the adapter too."""
+    size = 1 << 18
+    files = {"config.json": b"{}", "model.safetensors": bytes(size)}
+    kinds = (files, files | {"model.safetensors": bytes(size - 1)}, files | {"generation_config.json": b"{}"})
+    for place in (0, size // 2, size - 1):
+        kinds += (files | {"model.safetensors": bytes(place) + b"1" + bytes(size - 1 - place)},)
     found = []
     for number, own in enumerate(kinds):
         folder = tmp_path / str(number) / "model"
