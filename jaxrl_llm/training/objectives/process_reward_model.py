@@ -1,7 +1,6 @@
 """The objective of process reward models: the cross-entropy of wrong and right at the last token of each step."""
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,18 +22,11 @@ from jaxrl_llm.training.objectives.objective import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class ProcessRewardModelSpec:
-    """The loss of a step's logits, as `step_losses.step_cross_entropy`, and its options."""
-
-    function: Callable[..., jax.Array]
-    options: Mapping[str, Any]
-
-
-def process_reward_model(spec: ProcessRewardModelSpec, net: Net) -> Objective:
+def process_reward_model(loss_of: Callable[..., Any], net: Net) -> Objective:
     """The mean over the steps of the optimizer batch of the loss of their logits; `net` has a step head.
 
-    The mask is 1 on the last token of each step, and `batch.step_labels` say there how right it is.
+    `loss_of(logits [N,T,2], labels [N,T])` is as `step_losses.step_cross_entropy`. The mask is 1 on the last token of
+    each step, and `batch.step_labels` say there how right it is.
     """
 
     def prepare(batch: Batch) -> Batch:
@@ -45,8 +37,7 @@ def process_reward_model(spec: ProcessRewardModelSpec, net: Net) -> Objective:
 
     def loss(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         logits, share = step_logits(net, params, batch.inputs), batch.prepared.token_share
-        result = spec.function(logits, batch.step_labels, **spec.options)
-        per_step, own = checked_loss(result, batch.mask.shape, "token")
+        per_step, own = checked_loss(loss_of(logits, batch.step_labels), batch.mask.shape, "token")
         log_odds, right = logits[..., 1] - logits[..., 0], batch.step_labels > 0.5
         correct = (log_odds > 0) == right
         of_wrong, of_right = jnp.moveaxis(batch.prepared.side_share, -1, 0)

@@ -1,7 +1,6 @@
 """The objective of reward models: Bradley-Terry on the scores of a pair's last tokens."""
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,16 +14,11 @@ from jaxrl_llm.models.net import Net, Params
 from jaxrl_llm.training.objectives.objective import Objective, Positions, checked_loss, row_metrics, weighted
 
 
-@dataclasses.dataclass(frozen=True)
-class RewardModelSpec:
-    """The loss of a pair's scores, as `preference_losses.bradley_terry`, and its options."""
+def reward_model(loss_of: Callable[..., Any], net: Net) -> Objective:
+    """The mean over pairs of the loss of their scores; `net` has a score head.
 
-    function: Callable[..., jax.Array]
-    options: Mapping[str, Any]
-
-
-def reward_model(spec: RewardModelSpec, net: Net) -> Objective:
-    """The mean over pairs of the loss of their scores; `net` has a score head."""
+    `loss_of(chosen, rejected, margins)`, all `[pairs]`, is as `preference_losses.bradley_terry`.
+    """
 
     def prepare(batch: Batch) -> Batch:
         valid = (batch.mask > 0).any(axis=1).reshape(-1, 2).all(axis=1)
@@ -35,7 +29,7 @@ def reward_model(spec: RewardModelSpec, net: Net) -> Objective:
         chosen, rejected = split_pairs(scores)
         share, counted = split_pairs(row_weights)[0], row_weights > 0
         margins = None if batch.margins is None else split_pairs(batch.margins)[0]
-        per_pair, own = checked_loss(spec.function(chosen, rejected, margins, **spec.options), share.shape, "pair")
+        per_pair, own = checked_loss(loss_of(chosen, rejected, margins), share.shape, "pair")
         return weighted(share, per_pair), row_metrics(own, share) | {
             "accuracy": Metric((share * (chosen > rejected)).sum(), "sum"),
             "margin": Metric((share * (chosen - rejected)).sum(), "sum"),

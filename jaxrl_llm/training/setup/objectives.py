@@ -28,8 +28,8 @@ from jaxrl_llm.training.objectives.neftune import with_neftune
 from jaxrl_llm.training.objectives.objective import Aggregation, Objective
 from jaxrl_llm.training.objectives.policy_gradient import PolicyLoss, PolicySpec, policy_gradient
 from jaxrl_llm.training.objectives.preference import PreferenceLoss, PreferenceSpec, preference
-from jaxrl_llm.training.objectives.process_reward_model import ProcessRewardModelSpec, process_reward_model
-from jaxrl_llm.training.objectives.reward_model import RewardModelSpec, reward_model
+from jaxrl_llm.training.objectives.process_reward_model import process_reward_model
+from jaxrl_llm.training.objectives.reward_model import reward_model
 from jaxrl_llm.training.objectives.router import with_router_loss
 from jaxrl_llm.training.objectives.sft import SFTSpec, sft
 from jaxrl_llm.training.objectives.value import CriticSpec, policy_and_values
@@ -68,9 +68,11 @@ def objective_of(config, net: Net) -> Objective:
     elif name in ("preference", ONLINE_PREFERENCE):
         make = partial(preference, preference_spec(config))
     elif name == "reward_model":
-        make = partial(reward_model, reward_model_spec(config))
+        scores = jax.ShapeDtypeStruct((2,), jnp.float32)
+        make = partial(reward_model, _loss_of(config, bradley_terry, OF_SCORE_LOSSES, scores, scores))
     elif name == "process_reward_model":
-        make = partial(process_reward_model, process_reward_model_spec(config))
+        logits, labels = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 3, 2), (2, 3)))
+        make = partial(process_reward_model, _loss_of(config, step_cross_entropy, OF_STEP_LOSSES, logits, labels))
     elif name == "ppo" and critic_spec(config).shared:
         make = partial(policy_and_values, policy_spec(config), critic_spec(config))
     else:
@@ -291,18 +293,14 @@ def _preference_loss(config, written: str, weight: float) -> PreferenceLoss:
     return PreferenceLoss(split_options(written)[0], weight, function, options, **declared)
 
 
-def reward_model_spec(config) -> RewardModelSpec:
-    """The loss of a pair's scores that `algorithm.loss` names; auto is bradley_terry."""
-    function, options = _resolve(config, "bradley_terry", {"bradley_terry": bradley_terry}, OF_SCORE_LOSSES)
-    scores = jax.ShapeDtypeStruct((2,), jnp.float32)
-    check_options("algorithm.loss", _written(config, "bradley_terry"), lambda x: function(x, x, **options), scores)
-    return RewardModelSpec(function, options)
-
-
-def process_reward_model_spec(config) -> ProcessRewardModelSpec:
-    """The loss of a step's logits that `algorithm.loss` names; auto is step_cross_entropy."""
-    losses = {"step_cross_entropy": step_cross_entropy}
-    return ProcessRewardModelSpec(*_resolve(config, "step_cross_entropy", losses, OF_STEP_LOSSES))
+def _loss_of(config, auto: Callable[..., Any], reserved: tuple[str, ...], *shapes: Any) -> Callable[..., Any]:
+    """The loss of scores or of a step's logits that `algorithm.loss` names, with its options; `auto`, the only built-in
+    one, unless it names another. It is tried on arrays of these shapes."""
+    name = auto.__name__
+    function, options = _resolve(config, name, {name: auto}, reserved)
+    loss = partial(function, **options) if options else function
+    check_options("algorithm.loss", _written(config, name), loss, *shapes)
+    return loss
 
 
 def critic_spec(config) -> CriticSpec:

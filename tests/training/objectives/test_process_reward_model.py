@@ -69,6 +69,14 @@ def updated(config, batch: Batch, packed: bool = False):
         return state.params, metrics
 
 
+def test_a_loss_that_wants_numbers_is_refused_before_the_data(tmp_path):
+    (tmp_path / "own.py").write_text("def loss(logits, labels):\n    return logits[..., 0] * float(labels.sum())\n")
+    config = config_of()
+    config.algorithm.loss = f"{tmp_path / 'own.py'}:loss"
+    with pytest.raises(ConfigError, match=r"algorithm.loss is .* wants numbers in arrays that JAX traces"):
+        objective_of(config, NET)
+
+
 def test_by_hand(tmp_path):
     """The mean over all steps of the batch, wherever their rows have their padding, and a metric of one's own."""
     (tmp_path / "own.py").write_text(
