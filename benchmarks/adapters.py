@@ -43,7 +43,7 @@ def measure(config: ModelConfig, rows: int, length: int) -> tuple[int, int, int]
     tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     batch = Batch(Inputs(tokens, tokens), mask=jax.ShapeDtypeStruct((rows, length), jnp.float32))
     with jax.set_mesh(mesh):
-        update = make_update(sft(SFTSpec(0.0, 0.0), net), optimizer, update_spec(settings), mesh)
+        update = make_update(sft(SFTSpec(0.0), net), optimizer, update_spec(settings), mesh)
         memory = update.lower(state, batch, Frozen(frozen)).compile().memory_analysis()
     return bytes_of(state), bytes_of(frozen), memory.temp_size_in_bytes
 

@@ -108,40 +108,34 @@ def make_update(
     spec: UpdateSpec,
     mesh: Mesh,
     update_critic: Update | None = None,
-    has_critic: bool = False,
+    shares_critic: bool = False,
 ) -> Update:
     """The jitted `update(state, batch, frozen) -> (state, metrics)` of `optimizer_step`; the state is donated.
 
-    With a critic, `update_critic` is the optimizer step of `state.critic`; its metrics are named `critic/...`. Without
-    one, the objective is of the policy's and the critic's parameters together, and so is the optimizer.
+    `update_critic` is the optimizer step of `state.critic`, whose metrics are named `critic/...`; without it a critic
+    stays as it is. Where the policy `shares_critic`, the objective is of the parameters of both, and so is the
+    optimizer.
     """
     step = optimizer_step(objective, optimizer, spec, mesh)
 
-    def with_shared_critic(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
-        assert state.critic is not None
-        joint = State(state.step, {**state.params, **state.critic.params}, state.opt_state)
-        joint, metrics = step(joint, batch, frozen)
-        return split_critic(joint, state.critic), metrics
+    def update(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
+        critic_metrics: Metrics = {}
+        if update_critic is not None:
+            state, critic_metrics = _critic_step(update_critic, state, batch, frozen)
+        params, critic = state.params, state.critic
+        if critic is not None and shares_critic:
+            params = {**params, **critic.params}
+        after, metrics = step(State(state.step, params, state.opt_state), batch, frozen)
+        if critic is not None and shares_critic:
+            return split_critic(after, critic), metrics
+        return dataclasses.replace(after, critic=critic), critic_metrics | metrics
 
-    def with_critic(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
-        assert update_critic is not None
-        state, critic_metrics = _critic_step(update_critic, state, batch, frozen)
-        after, metrics = step(dataclasses.replace(state, critic=None), batch, frozen)
-        return dataclasses.replace(after, critic=state.critic), critic_metrics | metrics
-
-    chosen = step if not has_critic else with_shared_critic if update_critic is None else with_critic
-    return jax.jit(chosen, donate_argnums=0)
+    return jax.jit(update, donate_argnums=0)
 
 
 def make_critic_update(update_critic: Update) -> Update:
     """The jitted `update(state, batch, frozen) -> (state, metrics)` of the critic alone; the state is donated."""
     return jax.jit(partial(_critic_step, update_critic), donate_argnums=0)
-
-
-def unchanged(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
-    """The update, within that of the policy, of a critic that makes all of its own apart: none."""
-    del batch, frozen
-    return state, {}
 
 
 def _critic_step(update_critic: Update, state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:

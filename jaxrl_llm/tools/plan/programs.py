@@ -42,10 +42,9 @@ from jaxrl_llm.training.passes import (
 from jaxrl_llm.training.setup.memory import update_bytes
 from jaxrl_llm.training.setup.mesh import shard_rows
 from jaxrl_llm.training.setup.objectives import critic_spec, objective_of
-from jaxrl_llm.training.setup.run import build_updates, make_optimizer, sized_updates
+from jaxrl_llm.training.setup.run import build_updates, make_optimizer, sized_batch
 from jaxrl_llm.training.setup.specs import (
     advantage_spec,
-    batch_spec,
     context_width,
     critic_optimizer_spec,
     cross_tokenizer_widths,
@@ -53,6 +52,7 @@ from jaxrl_llm.training.setup.specs import (
     old_logps_of,
     packing_spec,
     teacher_spec,
+    update_spec,
 )
 from jaxrl_llm.training.teachers.cross_tokenizer import at_ends
 from jaxrl_llm.training.update import UpdateSpec, merge_frozen
@@ -106,14 +106,14 @@ def compile_step(
     def layouts_of(config, packer: Packer | None) -> Layouts:
         return make_layouts(config, shapes.net, mesh, objective, step.widths, on.accelerator, packer, room)
 
-    layouts = layouts_of(config, packer)
+    layouts, batch = layouts_of(config, packer), sized_batch(config, shapes.net.config, room, mesh, step.widths[1])
     if only in ("", "logps", "training"):
-        compile_logps(step, layouts, compiler)
-    updates, sizes = sized_updates(config, shapes.net.config, room, step.widths[1], mesh), layouts.sizes
+        compile_logps(step, layouts, compiler, batch.forward_rows)
+    updates, sizes = dataclasses.replace(update_spec(config), microbatch_rows=batch.microbatch_rows), layouts.sizes
     if only in ("", "update", "training"):
         compile_updates(step, compiler, objective, updates, layouts, packer, layouts_of)
     tokens = 0 if sizes is None else sizes.packed_rows * sizes.length * row_shards(mesh)
-    rows = updates.microbatch_rows or batch_rows(config) // config.batch.minibatches
+    rows = batch.microbatch_rows or batch.rows // batch.minibatches
     return compiler.programs, sampling, Microbatch(rows, tokens)
 
 
@@ -137,16 +137,16 @@ def converted_bytes(net: Net, mesh: Mesh) -> int:
     return max(numbers) * jnp.dtype(c.dtype).itemsize // (mesh.shape["expert"] * mesh.shape["tensor"])
 
 
-def compile_logps(step: Step, layouts: Layouts, compiler: Compiler) -> None:
-    """Compile the passes before the update: what encodes images once, log-probs of policy, reference and teachers, and
-    the critic's values."""
+def compile_logps(step: Step, layouts: Layouts, compiler: Compiler, microbatch: int) -> None:
+    """Compile the passes before the update, `microbatch` rows at a time unless they are packed: what encodes images
+    once, log-probs of policy, reference and teachers, and the critic's values."""
     config, shapes, mesh, widths = step.config, step.shapes, step.mesh, step.widths
     online, params, rows = step.online, step.params, batch_rows(config)
     if step.image_tokens and online:
         compiler.add("images", images_of_rows, images_call(step, rows), of_run=params)
     images = images_shape(step, rows)
     ints = rows_shape(mesh, (rows, widths[1]), jnp.int32)
-    microbatch, shards = batch_spec(config).forward_rows, row_shards(mesh)
+    shards = row_shards(mesh)
     first, temperature = (widths[0], config.rollout.temperature or 1.0) if online else (0, 1.0)
     inputs = Inputs(ints, ints, images=images, layout=layouts.forward, prompt_width=first)
     arguments, trips = (inputs, temperature, microbatch, shards), layouts.forward_trips

@@ -46,7 +46,7 @@ from jaxrl_llm.training.optimizers import (
     own_optimizer,
     with_rate_factors,
 )
-from jaxrl_llm.training.packing.planner import Packer, TypicalRows, make_packer
+from jaxrl_llm.training.packing.planner import Packer, make_packer
 from jaxrl_llm.training.setup import specs
 from jaxrl_llm.training.setup.data import RunData, read_data
 from jaxrl_llm.training.setup.evaluation import build_evaluate
@@ -70,7 +70,6 @@ from jaxrl_llm.training.update import (
     merge_frozen,
     optimizer_step,
     split_critic,
-    unchanged,
 )
 
 OFFLOADS = (  # settings that keep arrays in the host's memory
@@ -172,15 +171,8 @@ def assembled(setup: Setup, critic: Model | None, data: RunData, given: Given) -
     objective = objective_of(config, model.net)
     optimizer, critic_optimizer, rate = optimizers_of(config, model, critic, given.optimizer, given.schedule)
     net, room = model.net.config, microbatch_room(config, model, critic, optimizer, critic_optimizer, mesh)
-
-    def packer(sample: TypicalRows | None) -> Packer:
-        return make_packer(specs.packing_spec(config), net, mesh, objective.positions, sample, room=room)
-
-    def batch_of(width: int) -> BatchSpec:
-        # A pass without gradients takes as many rows as a micro-batch of the update, also where memory says how many.
-        rows = sized_updates(config, net, room, width, mesh).microbatch_rows
-        return replace(specs.batch_spec(config), microbatch_rows=rows)
-
+    batch_of = partial(sized_batch, config, net, room, mesh)
+    packer = partial(make_packer, specs.packing_spec(config), net, mesh, objective.positions, room=room)
     advantages = None
     if config.algorithm.name not in OFFLINE:
         source = online_source(setup, critic, data.sources, data.tokens, batch_of, packer, followed)
@@ -291,8 +283,9 @@ def build_updates(
         own = passes if apart else passes - together
         if own or c.warmup_steps:
             alone = CriticAlone(make_critic_update(update_critic), minibatches, own, apart, c.warmup_steps)
-        update_critic = unchanged if apart else update_critic
-    return make_update(objective, optimizer, spec, mesh, update_critic, critic is not None), alone
+        update_critic = None if apart else update_critic
+    shares = critic is not None and critic_optimizer is None
+    return make_update(objective, optimizer, spec, mesh, update_critic, shares), alone
 
 
 def begin_state(
@@ -340,15 +333,16 @@ def make_optimizer(config) -> optax.GradientTransformation:
     return build_optimizer(specs.optimizer_spec(config))
 
 
-def sized_updates(config, net: ModelConfig, room: float | None, width: int, mesh: Mesh) -> UpdateSpec:
-    """The updates of the policy, in micro-batches that `room` bytes of a device hold where no key says their rows."""
-    updates = specs.update_spec(config)
-    if updates.microbatch_rows:
-        return updates
-    minibatch = batch_rows(config) // config.batch.minibatches
+def sized_batch(config, net: ModelConfig, room: float | None, mesh: Mesh, width: int) -> BatchSpec:
+    """The rows of a step, of `width` tokens, in micro-batches that `room` bytes of a device hold where no key says
+    their rows; a pass without gradients takes as many at a time."""
+    batch = specs.batch_spec(config)
+    if batch.microbatch_rows:
+        return batch
+    minibatch = batch_rows(config) // batch.minibatches
     multiple = rows_of_shards(config, mesh)
     room = room and room * mesh.shape["context"]  # devices that have a part of each row
-    return replace(updates, microbatch_rows=fitting_rows(room, net, minibatch, width, multiple, row_shards(mesh)))
+    return replace(batch, microbatch_rows=fitting_rows(room, net, minibatch, width, multiple, row_shards(mesh)))
 
 
 def sized_critic_updates(config, updates: UpdateSpec) -> UpdateSpec:
