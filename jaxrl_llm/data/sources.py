@@ -109,6 +109,8 @@ def _load_path(
 ) -> Rows:
     """The rows that a text names: a task, a function, a URL, files or a folder here, or else a data set of the hub."""
     if path.startswith("task:"):
+        if name is not None:
+            raise ConfigError(f"{path!r} is a built-in task, which has no configuration {name!r}: leave the name out")
         if path.startswith("task:verifiers(") and split != "train":
             raise SplitError(
                 f"{path} has only the split 'train', not {split!r}; name the tasks to evaluate on with data.eval_path",

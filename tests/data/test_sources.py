@@ -423,10 +423,12 @@ def test_compressed_and_arrow_files(tmp_path, table):
     assert load(arrow).to_list() == ROWS
 
 
-def test_a_file_has_no_configurations(tmp_path):
+def test_a_file_and_a_task_have_no_configurations(tmp_path):
     (tmp_path / "a.csv").write_text("prompt\nx\n")
     with pytest.raises(ConfigError, match=r"a.csv' is a file, which has no configuration 'main': leave the name out"):
         load(f"{tmp_path}/a.csv", name="main")
+    with pytest.raises(ConfigError, match="'task:sort' is a built-in task, which has no configuration 'main'"):
+        load("task:sort", name="main")
 
 
 def test_rows_of_a_data_set_with_a_format_are_pythons():
