@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.algorithms.advantages import discounted_returns
 from jaxrl_llm.algorithms.aggregation import as_float, as_mask
 from jaxrl_llm.algorithms.kl import full_kl
 
@@ -19,21 +20,27 @@ def distilled_advantages(
     coef: float = 1.0,
     position_gamma: float = 0.0,
     limit: float | None = None,
+    gamma: float = 0.0,
 ) -> Array:
     """Returns `advantages - coef * w * (logps - teacher_logps)` `[N,T]` where the mask is 1, and 0 elsewhere.
 
     Shapes: `advantages, logps, teacher_logps, mask [N,T]`, log-probs in nats, of the sampled tokens under the policy
     that sampled them and under the teacher. w is 1 or, with `position_gamma`, the `position_weights` of the difference,
-    which is cut to -`limit` to `limit` nats in the term itself, as in verl (`loss_max_clamp`).
+    which is cut to -`limit` to `limit` nats in the term itself, as in verl (`loss_max_clamp`). With `gamma` the term of
+    a token is the mean of those from it to the row's end, each weighing gamma times the one before it, MiniLLM's with
+    its length normalisation: `sum_(s>=t) gamma^(s-t) term_s / sum_(s>=t) gamma^(s-t)`, s over the mask.
     Nothing of it is differentiated: the policy gradient with these advantages and w = 1 is that of
     `coef * KL(policy || teacher)`, estimated token by token from the policy's own samples.
-    Source: "On-Policy Distillation" (Thinking Machines Lab, 2025); MiniLLM with gamma = 0, arXiv 2306.08543.
+    Source: "On-Policy Distillation" (Thinking Machines Lab, 2025); MiniLLM, arXiv 2306.08543 (gamma = 0 is the same).
     """
     log_ratio = jax.lax.stop_gradient(as_float(logps) - as_float(teacher_logps))
     weights = position_weights(log_ratio, mask, position_gamma) if position_gamma else 1.0
     if limit is not None:
         log_ratio = jnp.clip(log_ratio, -limit, limit)
     log_ratio *= weights
+    if gamma:
+        lengths = discounted_returns(jnp.ones_like(log_ratio), mask, gamma)
+        log_ratio = discounted_returns(log_ratio, mask, gamma) / jnp.maximum(lengths, 1.0)
     return jnp.where(as_mask(mask), as_float(advantages) - coef * log_ratio, 0.0)
 
 

@@ -137,7 +137,7 @@ KEYS = (
     Setting("model.mlp_tile_tokens", 0,
         "Compute the feed-forward of a layer for so many tokens of a device at a time, so that its activations exist "
         "for these alone (TiledMLP, arXiv 2506.13996): for long rows, with model.remat block or offload. 0 is all at "
-        "once, which mesh.tensor above 1 and lora.dropout keep.", int, minimum=0),
+        "once, which mesh.tensor above 1, lora.dropout and experts keep.", int, minimum=0),
     Setting("model.scan_layers", True,
         "Compile one layer and scan it; false compiles each layer, which takes longer.", bool),
     Setting("model.attention", "auto",
@@ -659,6 +659,9 @@ KEYS = (
     Setting("teacher.position_gamma", 0.0,
         "Multiply the advantage's signal by 1 + position_gamma at a row's first token, falling to 1 with the share of "
         "the row's disagreement that precedes a token (IW-OPD); 0 is off.", float, minimum=0),
+    Setting("teacher.gamma", 0.0,
+        "Discount of the advantage's signal (MiniLLM): that of a token is the mean of those from it to the row's end, "
+        "each weighing gamma times the one before; 0 is its own alone.", float, minimum=0, maximum=1),
     Setting("teacher.beta", 1.0,
         "Divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher), and between them the generalised "
         "Jensen-Shannon divergence.", float, minimum=0, maximum=1),

@@ -78,6 +78,7 @@ class AdvantageSpec:
     teacher_coef: float
     position_gamma: float  # of the weights of the teacher's term by position; 0: none
     teacher_limit: float | None  # of the teacher's term, in nats
+    teacher_gamma: float  # its discount along a row; 0: each token has its own
     of_environments: tuple[tuple[str, str], ...]  # an environment and its rule, in place of `advantage`
 
 
@@ -314,7 +315,7 @@ class AdvantageStep:
         """The advantages with the teacher's term on the rows that are `taught` (None: all), and its metrics."""
         spec, rated = self.spec, mask if taught is None else mask * taught[:, None]
         theirs = jnp.where(rated > 0, teacher_logps, logps)
-        settings = spec.teacher_coef, spec.position_gamma, spec.teacher_limit
+        settings = spec.teacher_coef, spec.position_gamma, spec.teacher_limit, spec.teacher_gamma
         metrics = {
             "teacher/kl": mean_metric(logps - teacher_logps, rated),
             "teacher/logp": mean_metric(teacher_logps, rated),

@@ -23,6 +23,24 @@ def test_advantages_by_hand():
     np.testing.assert_allclose(got, [[0.25 + 2 * 0.5, 0.25 - 2 * 1.0, 0.0]])
 
 
+@pytest.mark.parametrize("gamma", [0.4, 1.0])
+def test_discounted_means_by_hand(gamma):
+    """MiniLLM's: a tool's tokens between two turns neither count nor discount."""
+    rng = np.random.default_rng(0)
+    mask = np.array([[1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 1, 1, 0, 0], [0] * 7], np.float32)
+    logps, teacher = rng.normal(size=(2, 3, 7)).astype(np.float32)
+    logps[mask == 0] = np.nan
+    expected = np.zeros((3, 7))
+    for row, live in enumerate(mask):
+        places = np.flatnonzero(live)
+        for start, place in enumerate(places):
+            weights = gamma ** np.arange(len(places) - start)
+            ahead = places[start:]
+            expected[row, place] = 1.5 - 2 * weights @ (logps - teacher)[row, ahead] / weights.sum()
+    got = distilled_advantages(np.full((3, 7), 1.5, np.float32), logps, teacher, mask, 2.0, gamma=gamma)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
 def test_what_is_outside_the_mask_is_not_read():
     unknown = np.float32([[np.nan, -2.0]])
     got = distilled_advantages(unknown, unknown, -unknown, np.float32([[0, 1]]), position_gamma=0.5)

@@ -361,13 +361,14 @@ def _of_loss(config: ConfigDict, betas: Mapping[str, float]) -> Iterator[str]:
             "teacher.form": teacher.form != "advantage",
             "teacher.coef": teacher.coef != 1,
             "teacher.position_gamma": teacher.position_gamma,
+            "teacher.gamma": teacher.gamma,
             "teacher.limit": teacher.limit is not None,
         }
         for key, value in met(config, unfit):
             yield (
                 f"algorithm.loss is {algorithm.loss!r}, whose signal is a teacher's log-prob minus that of the policy "
                 f"as it is in each update, but {key} is {value!r}: set teacher.path with form = advantage, coef = 1, "
-                "position_gamma = 0 and limit = none, or another loss"
+                "position_gamma = 0, gamma = 0 and limit = none, or another loss"
             )
 
 

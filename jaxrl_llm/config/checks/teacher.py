@@ -44,13 +44,14 @@ def check_teacher(config: ConfigDict, online: bool) -> Iterator[str]:
                 f"{key} is {value}, which is of teacher.form = divergence, and teacher.form is {teacher.form}: set the "
                 "one, or leave out the other"
             )
-    elif teacher.position_gamma:
-        yield (
-            f"teacher.position_gamma is {teacher.position_gamma:g}, which weighs the signal of sampled tokens, and "
-            f"teacher.form is {teacher.form}: set form to advantage, or position_gamma to 0"
-        )
-    elif not teacher.top_k:
-        for key, value in changed(config, ("teacher.top_of", "teacher.tail", "teacher.least_logp")):
+    else:
+        for key, value in changed(config, ("teacher.position_gamma", "teacher.gamma")):
+            yield (
+                f"{key} is {value:g}, which weighs the signal of sampled tokens, and teacher.form is {teacher.form}: "
+                f"set form to advantage, or {key} to 0"
+            )
+        of_some = () if teacher.top_k else ("teacher.top_of", "teacher.tail", "teacher.least_logp")
+        for key, value in changed(config, of_some):
             yield f"{key} is {value}, but teacher.top_k is 0, all tokens: set it, or leave it out"
     yield from _models(config)
     if split_options(teacher.path)[0] == "self":

@@ -315,6 +315,7 @@ def advantage_spec(config) -> AdvantageSpec:
         teacher_coef=config.teacher.coef,
         position_gamma=config.teacher.position_gamma,
         teacher_limit=config.teacher.limit,
+        teacher_gamma=config.teacher.gamma,
         of_environments=tuple(
             (name, options["advantage"])
             for name, options in environment_options(config.environment.options).items()

@@ -125,13 +125,28 @@ def test_weights_by_position(teacher):
 
 
 @pytest.mark.slow
+def test_discounted_signals(teacher):
+    """MiniLLM: the term of a token is the discounted mean of those from it on."""
+    batch, _, updates = first_batch(config_of(teacher, teacher__gamma=0.7, rewards__functions=()), None, update=True)
+    mask = np.asarray(batch.mask) > 0
+    gap = np.where(mask, logps_by(teacher, batch) - logps_by("embedded:sort", batch), 0.0)
+    steps = np.arange(mask.shape[1])
+    weights = np.where(steps >= steps[:, None], 0.7 ** np.maximum(steps - steps[:, None], 0), 0.0)
+    expected = gap @ weights.T / np.maximum(mask @ weights.T, 1e-9)
+    np.testing.assert_allclose(np.asarray(batch.advantages)[mask], expected[mask], atol=5e-4)
+    assert updates[0]["grad_norm"].value > 0
+    with pytest.raises(ConfigError, match=r"teacher\.gamma is 0\.7, which weighs the signal of sampled tokens"):
+        config_of(teacher, teacher__gamma=0.7, teacher__form="divergence")
+
+
+@pytest.mark.slow
 def test_the_signal_of_the_policy_as_it_is(teacher):
     """`opd`: the old log-probs are the sampler's, and it takes the advantages of a teacher as they are."""
     config = config_of(teacher, algorithm__loss="opd", algorithm__num_iterations=2, rewards__functions=())
     batch, _, updates = first_batch(config, None, update=True)
     np.testing.assert_array_equal(batch.old_logps, batch.sample_logps)
     assert len(updates) == 2 and all(update["grad_norm"].value > 0 for update in updates)
-    for key, value in {"coef": 0.5, "position_gamma": 0.5, "form": "divergence"}.items():
+    for key, value in {"coef": 0.5, "position_gamma": 0.5, "gamma": 0.5, "form": "divergence"}.items():
         with pytest.raises(ConfigError, match=f"signal is a teacher's log-prob .* but teacher.{key} is"):
             config_of(teacher, algorithm__loss="opd", **{f"teacher__{key}": value})
     with pytest.raises(ConfigError, match=r"but teacher\.path is None"):
