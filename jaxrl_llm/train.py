@@ -23,6 +23,7 @@ from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.config.user_code import contained, without_locals
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data import Row
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
@@ -335,8 +336,8 @@ def _start(
     log = StepLog(health_spec(config), run.source.learn, run.stopwatch, logger, counts, peak_of(config, mesh))
     if resumed is not None and int(state.step) >= config.total_steps:
         warnings.append(
-            f"all {config.total_steps} steps of the run in {folder} are done; nothing is trained: raise total_steps, "
-            "or set another output_dir or checkpoint.resume=never to train anew"
+            f"the run in {folder} has made its {amount(config.total_steps, 'step')}; nothing is trained: raise "
+            "total_steps, or set another output_dir or checkpoint.resume=never to train anew"
         )
     elif resumed is not None and int(state.step) >= hooks.end:
         warnings.append(

@@ -120,7 +120,7 @@ def test_steps_to_profile():
 
 def test_the_process_that_is_profiled(monkeypatch):
     assert steps_here("3-5", 0) == (3, 5) and steps_here(None, 7) is None
-    with pytest.raises(ConfigError, match=r"logging\.profile_process is 1, but the run has 1 processes"):
+    with pytest.raises(ConfigError, match=r"logging\.profile_process is 1, but the run has 1 process,"):
         steps_here("4", 1)
     monkeypatch.setattr(profiler.jax, "process_count", lambda: 2)
     assert steps_here("4", 1) is None

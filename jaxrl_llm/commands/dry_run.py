@@ -10,6 +10,7 @@ import jax
 
 from jaxrl_llm.commands.preview import preview
 from jaxrl_llm.config import validate
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.tools.plan.advice import advice
 from jaxrl_llm.tools.plan.planned import is_split, make_plan
 from jaxrl_llm.tools.plan.split import Split, split_lines
@@ -45,8 +46,9 @@ def dry_run(config, colour: bool = False) -> str:
             if unscored:
                 count = unscored * config.algorithm.reference_samples
                 report.append(
-                    f"before the first step the reference completes {unscored} prompts, {count} completions: the "
-                    f"sampling of about {-(-count // run.batch.rows)} steps, not counted"
+                    f"before the first step the reference completes {amount(unscored, 'prompt')}, "
+                    f"{amount(count, 'completion')}: the sampling of about "
+                    f"{amount(-(-count // run.batch.rows), 'step')}, not counted"
                 )
     return "\n".join([*report, f"nothing was written to {output_dir}", ""])
 
@@ -87,5 +89,6 @@ def _timed(config, run: Run) -> list[str]:
     return [
         f"first step {seconds_text(first)}, compilation included; second step {seconds_text(second)}",
         f"both steps by phase: {phases}",
-        f"{config.total_steps} steps would take about {seconds_text(total)}, evaluations and checkpoints not counted",
+        f"{amount(config.total_steps, 'step')} would take about {seconds_text(total)}, evaluations and checkpoints not "
+        "counted",
     ]

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxrl_llm.config.flags import load_flags
 from jaxrl_llm.config.setting import Setting
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data import loading, opening
 from jaxrl_llm.data.length_limit import LimitedTokenizer
 from jaxrl_llm.data.opening import DataSource, DataSpec
@@ -117,7 +118,7 @@ def sections(kind: str, row: Mapping[str, Any], tokenizer: Any, colour: bool) ->
     """(heading, text) of each sequence of a token row; for prompts also of the columns that rewards read."""
     if kind == "prompts":
         ids = row["prompt_ids"]
-        yield f"prompt, {len(ids)} tokens", marked(tokenizer, ids, [0] * len(ids), colour)
+        yield f"prompt, {amount(len(ids), 'token')}", marked(tokenizer, ids, [0] * len(ids), colour)
         for name, value in row.items():
             if name not in ("prompt", "prompt_ids") and value is not None:
                 yield name, value if isinstance(value, str) else repr(value)
@@ -126,7 +127,7 @@ def sections(kind: str, row: Mapping[str, Any], tokenizer: Any, colour: bool) ->
         ids, mask = row[ids_name], row[mask_name]
         name = {"ids": "row"}.get(ids_name, ids_name.removesuffix("_ids"))
         label = {True: ", desirable", False: ", undesirable"}[row["label"]] if "label" in row else ""
-        heading = f"{name}{label}, {len(ids)} tokens, {int(sum(mask))} learned"
+        heading = f"{name}{label}, {amount(len(ids), 'token')}, {int(sum(mask))} learned"
         yield heading, marked(tokenizer, ids, mask, colour)
 
 

@@ -34,6 +34,7 @@ from jaxrl_llm.commands.generate import MODEL
 from jaxrl_llm.config import ConfigError, from_json
 from jaxrl_llm.config.flags import load_options, positional
 from jaxrl_llm.config.setting import Setting
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh
@@ -156,7 +157,9 @@ def serve(read: Callable[[], Model], flags: SimpleNamespace, api_key: str, lock:
         compile_first(queue)
     listener.listen(2048)
     address, actual = listener.getsockname()[:2]
-    ready = f"{', '.join(names)}: {flags.slots} slots of up to {length} tokens, at http://{address}:{actual}/v1"
+    ready = (
+        f"{', '.join(names)}: {amount(flags.slots, 'slot')} of up to {length} tokens, at http://{address}:{actual}/v1"
+    )
     try:
         asyncio.run(draining_server(web, server, queue, flags.drain, ready).serve(sockets=[listener]))
     finally:
@@ -340,7 +343,7 @@ def main(argv: list[str]) -> None:
     if jax.process_count() > 1:
         raise ConfigError("serve is for one process: start it once, with --tensor for several devices")
     if tensor > len(jax.devices()):
-        raise ConfigError(f"--tensor is {tensor}, but there are {len(jax.devices())} devices")
+        raise ConfigError(f"--tensor is {tensor}, and this machine has {amount(len(jax.devices()), 'device')}")
 
     def read() -> Model:
         with waiting(f"loading {path}", stderr_console()):

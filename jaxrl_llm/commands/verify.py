@@ -26,6 +26,7 @@ from jaxrl_llm.config import ConfigError, batch_rows, rows_together, validate
 from jaxrl_llm.config.flags import file_to_write, load_flags
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.config.setting import Setting
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.models.model_config import ModelConfig
@@ -144,14 +145,14 @@ def _variants(config, run: Run) -> Iterator[tuple[str, dict[str, Any]]]:
     if config.algorithm.name not in OFFLINE:
         slots = config.rollout.slots or batch_rows(config)
         if slots > 1:
-            yield f"{max(slots // 2, 1)} decode slots for {slots}", {"rollout.slots": max(slots // 2, 1)}
+            yield f"{amount(slots // 2, 'decode slot')} for {slots}", {"rollout.slots": slots // 2}
     rows = config.batch.microbatch_rows or batch_rows(config) // config.batch.minibatches
     unit = rows_together(config) if config.algorithm.name in OFFLINE else 1
     if part := next((size for size in range(rows // 2, 0, -1) if rows % size == 0 and size % unit == 0), 0):
         smaller = {"batch.microbatch_rows": part}
         if config.batch.microbatch_tokens:
             smaller["batch.microbatch_tokens"] = config.batch.microbatch_tokens // 2
-        yield f"micro-batches of {part} rows for {rows}", smaller
+        yield f"micro-batches of {amount(part, 'row')} for {rows}", smaller
     packed = run.pack.sizes is not None
     yield ("rows not packed" if packed else "packed rows"), {"batch.packing": "false" if packed else "true"}
     devices, own = run.mesh.size, dict(run.mesh.shape)  # of those that train

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data import image_processors
 from jaxrl_llm.data.image_processors import ImageProcessor
 from jaxrl_llm.data.images import PLACEHOLDER, HeldImage, ImageLimits, has_image_parts, row_images
@@ -89,8 +90,8 @@ class ImageText:
         first, *rest = text.split(self.tiles.processor.placeholder)
         if len(rest) > len(self.texts):
             raise ConfigError(
-                f"the chat template wrote {self.tiles.processor.placeholder} {len(rest)} times for a row of "
-                f"{len(self.texts)} images; remove that word from the text, and images from answers"
+                f"the chat template wrote {self.tiles.processor.placeholder} {amount(len(rest), 'time')} for a row of "
+                f"{amount(len(self.texts), 'image')}; remove that word from the text, and images from answers"
             )
         return first + "".join(image + part for image, part in zip(self.texts, rest, strict=False))
 
@@ -98,8 +99,9 @@ class ImageText:
         """Raises ConfigError unless the ids have all tokens of the images, and no others."""
         if (found := list(ids).count(self.tiles.processor.image_id)) != self.tokens:
             raise ConfigError(
-                f"the row has {found} image tokens, and its {len(self.texts)} images are {self.tokens}: the chat "
-                "template leaves images out, or an answer has some; give the template of the model's own tokenizer"
+                f"the row has {amount(found, 'image token')}, and {self.tokens} are those of its "
+                f"{amount(len(self.texts), 'image')}: the chat template leaves images out, or an answer has "
+                "some; give the template of the model's own tokenizer"
             )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.conversations import Ids
 from jaxrl_llm.data.image_rows import Tiles
@@ -153,7 +154,7 @@ class LimitedTokenizer:
     def report(self, kept: int) -> None:
         """Logs what was truncated and dropped of the rows read; raises ConfigError when nothing was kept."""
         noun = "a prompt of " if self.kind == "prompts" else ""
-        overlong = f"{noun}more than {self.limit} tokens"
+        overlong = f"{noun}more than {amount(self.limit or 0, 'token')}"
         if not kept:
             reasons = [f"{self.long} had {overlong}"] if self.long else []
             if self.split_images:
@@ -168,19 +169,23 @@ class LimitedTokenizer:
             words = "; ".join(reasons) or "there is none"
             raise ConfigError(f"no row is left to train on ({words}); check the data and the length limit")
         if self.unlearnable:
-            log.warning("dropped %d rows in which no token is learned, of %d", self.unlearnable, self.read)
+            log.warning("dropped %s in which no token is learned, of %d", amount(self.unlearnable, "row"), self.read)
         if self.split_images:
             log.warning(
-                "dropped %d rows with %s, as images are not truncated, of %d", self.split_images, overlong, self.read
+                "dropped %s with %s, as images are not truncated, of %d",
+                amount(self.split_images, "row"),
+                overlong,
+                self.read,
             )
         if self.long > self.split_images:
-            log.warning("%s %d rows with %s, of %d", self.fate, self.long - self.split_images, overlong, self.read)
+            rows = amount(self.long - self.split_images, "row")
+            log.warning("%s %s with %s, of %d", self.fate, rows, overlong, self.read)
         if self.blank_pieces:
-            log.warning("dropped %d pieces of these, in which no token is learned", self.blank_pieces)
+            log.warning("dropped %s of these, in which no token is learned", amount(self.blank_pieces, "piece"))
         if self.alike:
             log.warning(
-                "%d pairs have the same tokens as chosen and as rejected, of %d: nothing is preferred in them",
-                self.alike,
+                "the chosen and the rejected tokens are the same in %s of %d: nothing is preferred there",
+                amount(self.alike, "pair"),
                 self.read,
             )
 

@@ -341,7 +341,7 @@ def _distinct(rows: Any, seen: set[bytes], name: str) -> list[int]:
             "where this is evaluated on: leave the source out, or set it to false"
         )
     if len(kept) < len(rows):
-        log.warning("%s: left out %d rows that an earlier one equals, of %d", name, len(rows) - len(kept), len(rows))
+        log.warning("%s: left out %d of %d rows: an earlier one is equal", name, len(rows) - len(kept), len(rows))
     return kept
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.conversations import Ids, conversation, ended, prompt_and_completion, with_steps
 from jaxrl_llm.data.image_rows import ImageReader, ImageText
@@ -205,13 +206,13 @@ def token_row(example: Mapping[str, Any], tokenizer: Any, loss_on: str) -> Row:
             "the row has token ids and a loss_mask, which speaks of its own token in some classes of verl and of the "
             "next one in others: give labels, -100 where a token is not learned"
         )
-    ids = list(example[TOKENS])
+    ids = [token.item() if hasattr(token, "item") else token for token in example[TOKENS]]  # of an array too
     if unknown := [token for token in ids if not (isinstance(token, int) and 0 <= token < len(tokenizer))]:
         raise ConfigError(f"{TOKENS} has {unknown[0]!r:.40}; the tokens of the tokenizer are 0 to {len(tokenizer) - 1}")
     columns = {name: example[name] for name in (*NOT_LEARNED, "attention_mask") if example.get(name) is not None}
     for name, values in columns.items():
         if len(values) != len(ids):
-            raise ConfigError(f"{name} has {len(values)} values for {len(ids)} {TOKENS}; give one for each")
+            raise ConfigError(f"{name} has {amount(len(values), 'value')} for {len(ids)} {TOKENS}; give one for each")
     present = columns.pop("attention_mask", [1] * len(ids))
     for token, label in zip(ids, columns.get("labels", ids), strict=True):
         if label not in (token, NOT_LEARNED["labels"]):

@@ -37,6 +37,7 @@ from jax.experimental import multihost_utils
 from jaxrl_llm.config import ConfigDict, ConfigError, default, flat, to_json
 from jaxrl_llm.config.background import is_left_behind
 from jaxrl_llm.config.resolve import exit_code
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.distributed.clusters import VARIABLES, described_cluster, join_cluster, process_spec
 from jaxrl_llm.distributed.orbax import ocp
 from jaxrl_llm.distributed.overlap import order_collectives
@@ -123,8 +124,9 @@ def join(config: ConfigDict | None = None, samplers: int = 0) -> None:
             )
         if samplers >= spec.count:
             raise ConfigError(
-                f"rollout.processes is {samplers}, but the run has {spec.count} processes, of which at least one "
-                "trains: start more, or set it lower"
+                f"rollout.processes is {samplers}, but the run has "
+                f"{amount(spec.count, 'process', 'processes')}, of which at least one trains: start more, or "
+                "set it lower"
             )
         learners = spec.count - samplers
         _roles[:] = [spec.index - learners if spec.index >= learners else None]

@@ -28,6 +28,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.wording import amount
 
 AXES = ("data", "fsdp", "context", "expert", "tensor")
 ROWS = ("data", "fsdp", "expert")
@@ -175,8 +176,8 @@ def _sizes(name: str, sizes: dict[str, int], devices) -> tuple[int, ...]:
     resolved = tuple(max(len(devices) // product, 1) if sizes[axis] == -1 else sizes[axis] for axis in AXES)
     if int(np.prod(resolved)) != len(devices):
         raise ConfigError(
-            f"{name} {shown} does not use the {len(devices)} devices at hand: the product of the sizes must be their "
-            "number; set one of them to -1 to take what remains."
+            f"{name} {shown} does not use the {amount(len(devices), 'device')} at hand: the product of the sizes must "
+            f"be {len(devices)}; set one of them to -1 to take what remains."
         )
     return resolved
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm.config.user_code import contained, contained_await, error_text
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.rewards.signatures import (
     RewardError,
     RowGrader,
@@ -219,7 +220,8 @@ def read_results(name: str, results: Any, rows: int) -> Scores:
         ) from error
     if len(results) != rows:
         raise RewardError(
-            f"reward {name!r} returned {len(results)} results for {rows} completions; return one for each"
+            f"reward {name!r} returned {amount(len(results), 'result')} for {amount(rows, 'completion')}: "
+            "return one for each"
         )
     scores, extras, unknown = np.full(rows, np.nan, np.float32), {}, []
     for row, result in enumerate(results):

@@ -28,6 +28,7 @@ import numpy as np
 from jaxrl_llm.config.background import EventLoop, TimeUpError
 from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
 from jaxrl_llm.config.user_code import contained, error_text
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.rewards.built_in import BUILT_IN
 from jaxrl_llm.rewards.call import SERVICES, Call, Outcome, Scores, mean_extras, read_results
 from jaxrl_llm.rewards.combined import CombinedGrader, call_if_present
@@ -182,7 +183,7 @@ class Rewards:
         weights = [1.0] * len(self.names) if weights is None or len(weights) == 0 else weights
         if len(weights) != len(self.names):
             raise RewardError(
-                f"rewards.weights has {len(weights)} numbers for {len(self.names)} functions "
+                f"rewards.weights has {amount(len(weights), 'number')} for {amount(len(self.names), 'function')} "
                 f"({', '.join(self.names)}); give one for each, or none for all ones"
             )
         if not all(math.isfinite(weight) for weight in weights):
@@ -474,8 +475,8 @@ def _collect(logged: Logged, call: Call, scores: Scores, taken: tuple[str, ...])
 def _check_extra(call: Call, column: str, values: Sequence[Any]) -> None:
     if len(values) != call.rows:
         raise RewardError(
-            f"reward {call.name!r} gave log_extra {len(values)} values of {column!r} for {call.rows} completions; "
-            "give one for each"
+            f"reward {call.name!r} gave log_extra {amount(len(values), 'value')} of {column!r} for "
+            f"{amount(call.rows, 'completion')}; give one for each"
         )
 
 
@@ -489,4 +490,5 @@ def _travels(arguments: Mapping[str, Any]) -> bool:
 
 def _check_length(name: str, values: Sequence[Any], prompts: Sequence[Any]) -> None:
     if len(values) != len(prompts):
-        raise RewardError(f"{name} has {len(values)} values for {len(prompts)} prompts; give one for each")
+        given, wanted = amount(len(values), "value"), amount(len(prompts), "prompt")
+        raise RewardError(f"{name} has {given} for {wanted}; give one for each")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data.image_rows import ImageText, Tiles
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import continued_ids, render_prompt
@@ -122,10 +123,10 @@ class Session:
         if self.over is not None:
             raise BadRequestError(f"{who} is over: {self.over}", 403, OVER)
         if sum(one.calls for one in self.family()) >= spec.calls:
-            raise BadRequestError(f"{who} has made its {spec.calls} calls ({names[0]})", 403, BUDGET)
+            raise BadRequestError(f"{who} has made its {amount(spec.calls, 'call')} ({names[0]})", 403, BUDGET)
         if (left := self.tokens_left) < rows:
-            raise BadRequestError(f"{who} has its {spec.tokens} tokens ({names[1]}), sampled or kept for calls under "
-                                  f"way: {left} are left for n = {rows}", 403, BUDGET)  # fmt: skip
+            raise BadRequestError(f"{who} has its {amount(spec.tokens, 'token')} ({names[1]}), sampled or kept for "
+                                  f"calls under way: {left} are left for n = {rows}", 403, BUDGET)  # fmt: skip
         if time.monotonic() > spec.end:
             raise BadRequestError(f"{who} has had its seconds", 403, BUDGET)
 

@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 
 from jaxrl_llm.algorithms.advantages import combine_rewards
 from jaxrl_llm.algorithms.random_streams import REFERENCE_SAMPLES
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data.scored_prompts import SCORES, ScoredPrompts
 from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed.row_groups import RowGroup
@@ -54,7 +55,7 @@ class FirstStage:
         if self.reference is not None:
             params = on_device(self.reference.params)
         n, group, weights = worker.engine.group_size, RowGroup.of(worker.mesh), worker.rewards.weights
-        note(f"first stage: the reference completes each of {len(prompts.examples)} prompts {n} times")
+        note(f"first stage: the reference completes each of {len(prompts.examples)} prompts {amount(n, 'time')}")
         key, found = jax.random.fold_in(jax.random.key(self.seed), REFERENCE_SAMPLES), []
         began = noted = time.monotonic()
         batches = full_batches(prompts.examples, self.prompts_at_once, row_shards(worker.mesh), group)
@@ -66,11 +67,12 @@ class FirstStage:
             now, done, total = time.monotonic(), start + count, len(prompts.examples)
             if now - noted >= NOTE_SECONDS and done < total:
                 left = (now - began) * (total - done) / done
-                note(f"first stage: {done} of {total} prompts, about {left / 60:.0f} minutes left")
+                minutes = amount(f"{left / 60:.0f}", "minute")
+                note(f"first stage: {done} of {total} prompts, about {minutes} left")
                 noted = now
         scores = np.concatenate(found).reshape(-1, n)
         prompts.give(scores)
-        solved = f", and {prompts.left_out} prompts that none of them solved are left out" if prompts.left_out else ""
+        solved = f", without {amount(prompts.left_out, 'prompt')} that none of them solved" if prompts.left_out else ""
         note(f"first stage: their mean score is {np.nanmean(scores):.4g}{solved}{self._written(scores)}")
 
     def _written(self, scores: np.ndarray) -> str:

@@ -57,7 +57,7 @@ def test_parameters_that_move_without_a_gradient():
 
 @pytest.mark.parametrize(
     ("algorithm", "prompts", "expected"),
-    [("sft", 8, "micro-batches of 4 rows for 8"), ("sft", 5, "micro-batches of 1 rows for 5"),
+    [("sft", 8, "micro-batches of 4 rows for 8"), ("sft", 5, "micro-batches of 1 row for 5"),
      ("sft", 9, "micro-batches of 3 rows for 9"), ("preference", 5, "micro-batches of 2 rows for 10"),
      ("preference", 1, None), ("sft", 1, None)],
 )  # fmt: skip

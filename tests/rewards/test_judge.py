@@ -223,7 +223,7 @@ def test_prompts_of_one_text_are_told_apart():
             assert graded.result().rewards[:, 0].tolist() == [0.0, 1.0, 0.0, 1.0]
         assert len(server.bodies) == 2 * 2 * 2
         rewards = load_rewards(judge)
-        with pytest.raises(RewardError, match="prompt_numbers has 1 values for 2 prompts"):
+        with pytest.raises(RewardError, match="prompt_numbers has 1 value for 2 prompts"):
             rewards.submit(["p"] * 2, ["a", "bb"], [[1]] * 2, {}, prompt_numbers=[0])
 
 

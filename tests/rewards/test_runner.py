@@ -197,9 +197,7 @@ def test_weights():
     weights = load_rewards([length, length], [0.5, 2]).weights
     assert weights.dtype == np.float32
     assert weights.tolist() == [0.5, 2]
-    with pytest.raises(
-        RewardError, match=re.escape("rewards.weights has 1 numbers for 2 functions (length, length_2)")
-    ):
+    with pytest.raises(RewardError, match=re.escape("rewards.weights has 1 number for 2 functions (length, length_2)")):
         load_rewards([length, length], [1.0])
     with pytest.raises(RewardError, match="every weight is a finite number"):
         load_rewards([length], [math.nan])
@@ -414,7 +412,7 @@ def test_functions_that_are_no_rewards(name):
 @pytest.mark.parametrize(
     ("results", "message"),
     [
-        ([1.0], "returned 1 results for 2 completions"),
+        ([1.0], "returned 1 result for 2 completions"),
         ([1.0, 2.0, 3.0], "returned 3 results for 2 completions"),
         (1.0, "returned 1.0; it returns a list of 2 numbers"),
         (None, "returned None; it returns a list"),
@@ -457,7 +455,7 @@ def test_results_that_are_fewer_than_they_say():
         def __len__(self):
             return 2
 
-    with pytest.raises(RewardError, match="returned 1 results for 2 completions"):
+    with pytest.raises(RewardError, match="returned 1 result for 2 completions"):
         grade_results(Short([1.0]))
 
 
@@ -511,7 +509,7 @@ def test_right_answers_in_columns_of_other_libraries():
 
 
 def test_inputs_that_do_not_fit():
-    with pytest.raises(RewardError, match="answer has 1 values for 2 prompts"):
+    with pytest.raises(RewardError, match="answer has 1 value for 2 prompts"):
         grade(length, ["a", "b"], {"answer": [1]})
     with pytest.raises(RewardError, match="a column named 'completions', which rewards use themselves; rename it"):
         grade(length, ["a"], {"completions": ["x"]})

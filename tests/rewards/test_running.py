@@ -499,7 +499,7 @@ def test_log_extra_of_the_wrong_length():
         log_extra("seen", ["x"])
         return [0.0] * len(completions)
 
-    with pytest.raises(RewardError, match="reward 'short' gave log_extra 1 values of 'seen' for 2 completions"):
+    with pytest.raises(RewardError, match="reward 'short' gave log_extra 1 value of 'seen' for 2 completions"):
         submit(short, ["a", "b"])
 
 
@@ -576,6 +576,6 @@ def test_log_extra_of_the_wrong_length_beside_a_failing_row():
 
     with (
         pytest.warns(UserWarning, match="on row 0"),
-        pytest.raises(RewardError, match="reward 'short' gave log_extra 1 values of 'seen' for 2 completions"),
+        pytest.raises(RewardError, match="reward 'short' gave log_extra 1 value of 'seen' for 2 completions"),
     ):
         submit(short, ["a", "b", "c"], {"answer": [0, 1, 2]}, on_error="none")

@@ -413,7 +413,7 @@ def test_sub_agents_have_names_keys_and_limits_of_their_own(turns):
     assert (writer.key, searcher.key) == (other.key, first.key)
     asked, _ = ask(first, prompt="sort:21=", max_tokens=50)
     assert asked.limits == [3]
-    with pytest.raises(BadRequestError, match=r"the sub-agent 'searcher' has made its 1 calls \(max_turns\)"):
+    with pytest.raises(BadRequestError, match=r"the sub-agent 'searcher' has made its 1 call \(max_turns\)"):
         first.check_open()
     asked, _ = ask(other, "123", prompt="sort:21=", max_tokens=50)
     assert asked.limits == [9]  # of the session's 12

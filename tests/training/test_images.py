@@ -305,7 +305,7 @@ def test_rows_of_images_of_any_size(model):
     assert images.pixels[0].all() and images.pixels[2, :4].all() and not images.pixels[2, 4:].any()
     examples = [{"prompt_ids": [2] * 4, "pixels": [wide, small]}, {"prompt_ids": [5]}]
     np.testing.assert_array_equal(prompt_images(examples, vision).grids, images.grids[:2])
-    with pytest.raises(ConfigError, match=r"4 image tokens .*its 1 tiles stand for 3: expand"):
+    with pytest.raises(ConfigError, match=r"4 image tokens .*its 1 tile should have 3: expand"):
         row_images([[2] * 4], [[wide]], vision)
     with pytest.raises(ConfigError, match=r"an image of shape \(12, 35, 3\) .* multiples of 12 pixels"):
         row_images([[2] * 3], [[wide[:, 1:]]], vision)
@@ -318,8 +318,8 @@ def test_rows_of_images_of_any_size(model):
 @pytest.mark.parametrize(
     ("ids", "tiles", "message"),
     [
-        ([2] * 3, TILES[0]["pixels"], "3 image tokens .*its 1 tiles stand for 4"),
-        ([2] * 4, None, "4 image tokens .*its 0 tiles stand for 0"),
+        ([2] * 3, TILES[0]["pixels"], "3 image tokens .*its 1 tile should have 4"),
+        ([2] * 4, None, "4 image tokens .*its 0 tiles should have 0"),
         ([2] * 4, TILES[0]["pixels"][:, :12], r"tiles of shape \(12, 24, 3\)"),
     ],
 )

@@ -89,7 +89,7 @@ def test_a_step_is_one_of_dpo_on_the_pairs_that_were_sampled(root, tmp_path, pac
     ("changes", "message"),
     [
         ({"rollout__group_size": 3}, r"rollout.group_size is 3, .* in pairs: set it to 2, or another even number"),
-        ({"algorithm__pairs": 2}, r"algorithm.pairs is 2, but the 2 completions of a prompt .* are 1 pairs"),
+        ({"algorithm__pairs": 2}, "algorithm.pairs is 2, but rollout.group_size = 2 makes 1 pair of"),
         ({"batch__microbatch_rows": 1}, r"batch.microbatch_rows is 1, but the rows of a pair stay together"),
         ({"algorithm__beta": 0.0}, r"algorithm.beta is 0, but preference losses need one above 0"),
         ({"algorithm__loss_weights": (1.0, 2.0)}, r"loss_weights has 2 numbers for the 1 losses"),

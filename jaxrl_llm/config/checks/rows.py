@@ -9,6 +9,7 @@ from jaxrl_llm.config.checks.values import batch_rows, check_preference_losses, 
 from jaxrl_llm.config.entries import eval_set
 from jaxrl_llm.config.resolve import split_options
 from jaxrl_llm.config.schema import OFFLINE, ConfigDict
+from jaxrl_llm.config.wording import amount
 
 
 def check_offline(config: ConfigDict) -> Iterator[str]:
@@ -62,11 +63,14 @@ def check_batch(config: ConfigDict, online: bool) -> Iterator[str]:
         return
     minibatch, critics = rows // batch.minibatches, config.critic.minibatches or batch.minibatches
     if critic_rows and batch.prompts % critics == 0 and rows // critics % critic_rows:
-        yield f"critic.microbatch_rows is {critic_rows}, but it must divide the {rows // critics} rows of a minibatch"
+        yield (
+            f"critic.microbatch_rows is {critic_rows}, but it must divide the {amount(rows // critics, 'row')} of a "
+            "minibatch"
+        )
     for name in ("microbatch_rows", "logps_microbatch_rows"):
         if batch[name] and minibatch % batch[name]:
             yield (
-                f"batch.{name} is {batch[name]}, but it must divide the {minibatch} rows of a minibatch "
+                f"batch.{name} is {batch[name]}, but it must divide the {amount(minibatch, 'row')} of a minibatch "
                 f"({formula}, divided by batch.minibatches = {batch.minibatches})"
             )
 

@@ -23,6 +23,7 @@ from jaxrl_llm.config.checks.values import (
 from jaxrl_llm.config.entries import environment_options, logit_bias
 from jaxrl_llm.config.resolve import ConfigError, is_own, split_options
 from jaxrl_llm.config.schema import BY_NAME, ONLINE_PREFERENCE, ConfigDict
+from jaxrl_llm.config.wording import amount
 
 # Settings of a critic that is a network of its own, with updates of its own.
 OF_OWN_CRITIC = (
@@ -276,8 +277,8 @@ def _of_pairs(config: ConfigDict) -> Iterator[str]:
         )
     if algorithm.pairs > size // 2:
         yield (
-            f"algorithm.pairs is {algorithm.pairs}, but the {size} completions of a prompt (rollout.group_size) are "
-            f"{size // 2} pairs: set it to that at most"
+            f"algorithm.pairs is {algorithm.pairs}, but rollout.group_size = {size} makes "
+            f"{amount(size // 2, 'pair')} of a prompt: set it to that at most"
         )
     if config.batch.microbatch_rows % 2:
         yield (

@@ -8,6 +8,7 @@ from jaxrl_llm.config.entries import LORA_INIT, makes_up, starts_from_matrices
 from jaxrl_llm.config.resolve import ConfigError, is_own, split_options
 from jaxrl_llm.config.schema import ONLINE_PREFERENCE, OPTIMIZERS, SCHEDULE_FREE, ConfigDict
 from jaxrl_llm.config.setting import LARGEST
+from jaxrl_llm.config.wording import amount
 
 LEAST_PRODIGY_RATE = 0.01  # below it is a rate of another optimizer
 
@@ -118,8 +119,8 @@ def _of_schedules(config: ConfigDict) -> Iterator[str]:
         yield f"optimizer.schedule_steps is {c.schedule_steps}, but {named} has no end: set it to 0"
     if 0 < c.schedule_steps <= warmup:
         yield (
-            f"optimizer.schedule_steps is {c.schedule_steps}, but warm-up alone takes {warmup} steps: set it to more "
-            "(it counts them too), or to 0 for total_steps"
+            f"optimizer.schedule_steps is {c.schedule_steps}, but warm-up alone takes {amount(warmup, 'step')}: set it "
+            "to more (it counts them too), or to 0 for total_steps"
         )
     if c.power != 1 and "polynomial" not in schedules.values():
         yield f"optimizer.power is {c.power:g}, but it is that of polynomial, with {named}: set it to 1"

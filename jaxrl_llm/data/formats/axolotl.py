@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.formats.native import first_column, messages_column, optional_text, text_column
 from jaxrl_llm.data.templates import render_chat, template_options
@@ -131,7 +132,7 @@ def nectar(row: Mapping[str, Any], inverted: bool = False) -> Row:
         )
     ranked = sorted(answers, key=lambda answer: answer["rank"])[:: -1 if inverted else 1]
     if len(ranked) < 2:
-        raise ConfigError(f"column 'answers' has {len(ranked)} answers, but the format {name} compares two")
+        raise ConfigError(f"column 'answers' has {amount(len(ranked), 'answer')}, but the format {name} compares two")
     return {"prompt": prompt, "chosen": ranked[0]["answer"], "rejected": ranked[1]["answer"]}
 
 
@@ -273,8 +274,8 @@ def argilla(row: Mapping[str, Any], tokenizer: Any = None) -> Row:
     for column, conversation in (("chosen", chosen), ("rejected", rejected)):
         if len(conversation) % 2:
             raise ConfigError(
-                f"column {column!r} has {len(conversation)} messages, but the format {name} takes an even number: "
-                "user and assistant in turn"
+                f"column {column!r} has {amount(len(conversation), 'message')}, but the format {name} takes an even "
+                "number: user and assistant in turn"
             )
     prompt = chosen[:-1]
     if len(prompt) == 1 and isinstance(row.get("prompt"), str):

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.models.vision.any_resolution import token_counts
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig, patch_rows
 from jaxrl_llm.models.vision.tower import VisionConfig
@@ -46,9 +47,9 @@ def row_images(
         if tokens[row] != wanted:
             each = "" if encoder or vision.newline else f", {vision.tile_tokens} each"
             raise ConfigError(
-                f"row {row} of a batch has {tokens[row]} image tokens (id {vision.image_token}), but its {counts[row]} "
-                f"tiles stand for {wanted}{each}: expand each image of the text to its tokens, and cut no row inside "
-                "an image"
+                f"row {row} of a batch has {amount(tokens[row], 'image token')} (id {vision.image_token}), but its "
+                f"{amount(counts[row], 'tile')} should have {wanted}{each}: expand each image of the text to its "
+                "tokens, and cut no row inside an image"
             )
 
     for row, own in enumerate(counts):

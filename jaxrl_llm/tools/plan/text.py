@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from jaxrl_llm.config import batch_rows
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.tools.plan.advice import Advice
 from jaxrl_llm.tools.plan.planned import HEADROOM, Plan, floors
 
@@ -85,14 +86,14 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"devices   {target.mesh.size} x {target.device.name}, mesh {shape}; compiled by the {target.compiler}"
     rest = f", {prompt} of them for the prompt" if prompt else ""
     at_once, tokens = plan.microbatch
-    part = f"; {at_once} rows at a time" if at_once else ""
+    part = f"; {amount(at_once, 'row')} at a time" if at_once else ""
     if tokens:
         part = f"; packed, {number_text(tokens)} tokens at a time"
-    yield f"step      {rows} rows of {width} tokens{rest}{part}"
+    yield f"step      {amount(rows, 'row')} of {width} tokens{rest}{part}"
     updates = config.batch.minibatches * config.algorithm.num_iterations
-    plural = "s" if updates > 1 else ""
-    length = f"{config.total_steps} steps" if config.num_epochs is None else f"{config.num_epochs:g} epochs in steps"
-    yield f"run       {length} of {updates} update{plural}, {config.algorithm.name}"
+    epochs = amount(f"{config.num_epochs or 0:g}", "epoch")
+    length = amount(config.total_steps, "step") if config.num_epochs is None else f"{epochs} in steps"
+    yield f"run       {length} of {amount(updates, 'update')}, {config.algorithm.name}"
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -140,7 +141,8 @@ def _time(plan: Plan) -> Iterator[str]:
         yield f"time: no rates are known of {plan.target.device.name}"
         return
     steps = plan.config.total_steps
-    of_all = f", of {steps} steps {seconds_text(least.step * steps)}" if plan.config.num_epochs is None else ""
+    all_steps = f", of {amount(steps, 'step')} {seconds_text(least.step * steps)}"
+    of_all = all_steps if plan.config.num_epochs is None else ""
     yield f"least time of a step: {seconds_text(least.step)}{of_all}"
     yield from table(
         [

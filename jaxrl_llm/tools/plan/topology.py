@@ -14,6 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.distributed.devices import Device, Gpu, at_hand, named
 from jaxrl_llm.distributed.overlap import overlap_collectives
 from jaxrl_llm.distributed.sharding import make_mesh, row_groups
@@ -75,8 +76,8 @@ def stand_ins(config, name: str, count: int) -> list[Any]:
         jax.config.update("jax_num_cpu_devices", count)
     if len(jax.devices()) != count:
         raise ConfigError(
-            f"--devices={count}, but this process has {len(jax.devices())} simulated devices already: plan in a "
-            "process of its own, and leave XLA_FLAGS=--xla_force_host_platform_device_count out"
+            f"--devices={count}, but this process has {amount(len(jax.devices()), 'simulated device')} already: plan "
+            "in a process of its own, and leave XLA_FLAGS=--xla_force_host_platform_device_count out"
         )
     return jax.devices()
 

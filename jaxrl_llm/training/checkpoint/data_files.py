@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from jaxrl_llm.config.secrets import masked
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data.diagnose import READERS
 from jaxrl_llm.data.files import folder_of, local_files
 from jaxrl_llm.data.opening import DataSource
@@ -43,7 +44,7 @@ def edited(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     names = [name for name in now if before.get(name, now[name]) != now[name]]
     if not names:
         return []
-    more = f" and {len(names) - 1} other files" if len(names) > 1 else ""
+    more = f" and {amount(len(names) - 1, 'other file')}" if len(names) > 1 else ""
     return [
         f"{names[0]}{more}: edited since the checkpoint was written; the run goes on with the rows that are there now"
     ]

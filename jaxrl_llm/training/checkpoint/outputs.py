@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.schema import NEW
 from jaxrl_llm.config.secrets import masked
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.models.adapters import peft
 from jaxrl_llm.models.adapters.lora import has_adapters
@@ -151,7 +152,7 @@ def _words(value: Any) -> str:
         return ", ".join(map(str, value))
     if isinstance(value, tuple | list) and not isinstance(value[0], Mapping):
         return ", ".join(map(_words, value))
-    return f"{len(value)} rows in memory" if hasattr(value, "__len__") else type(value).__name__
+    return f"{amount(len(value), 'row')} in memory" if hasattr(value, "__len__") else type(value).__name__
 
 
 def discard_exports(folder: Path, step: int | None) -> None:

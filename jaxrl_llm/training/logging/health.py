@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jaxrl_llm.config.wording import amount
+
 REPEAT_EVERY = 50  # steps between repetitions of one warning on the console, while it goes on holding
 ROUNDING = 1e-6  # the norm of a gradient below which it is one of rounding alone: a KL term of equal policies has 1e-7
 
@@ -60,8 +62,8 @@ def health_warnings(spec: HealthSpec, metrics: Mapping[str, float]) -> dict[str,
         if not math.isfinite(metrics.get("advantages/mean", 0.0)):
             cause = "so are advantages: look at algorithm.advantage, of scores that are NaN for rows without a reward"
         warnings["nonfinite_loss"] = f"the loss is {metrics['loss']:g}: {cause}"
-    if metrics.get("unscorable_rows", 0):
-        warnings["unscorable_rows"] = f"{metrics['unscorable_rows']:g} completions have no reward, and teach nothing"
+    if rows := metrics.get("unscorable_rows", 0):
+        warnings["unscorable_rows"] = f"no reward for {amount(f'{rows:g}', 'completion')}: they teach nothing"
     elif not math.isfinite(metrics.get("reward", 0.0)):
         warnings["nonfinite_reward"] = f"the mean reward is {metrics['reward']:g}: no completion could be graded"
     elif metrics.get("reward") == metrics.get("reward_std") == 0 and metrics.get("grad_norm", 1.0) < ROUNDING:

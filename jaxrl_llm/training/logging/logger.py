@@ -13,6 +13,7 @@ from typing import Any, Self
 import jax
 from rich.console import Console
 
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.models.files.safetensors import read_json
 from jaxrl_llm.training.logging.backends import Identity
 from jaxrl_llm.training.logging.backends.delivery import Delivery, deliveries, table_of
@@ -149,7 +150,8 @@ class Logger:
             if self._last_step is not None:
                 self._flush(self._last_step)
             if self._file.pending:
-                self.warn(f"{METRICS} lacks its last {len(self._file.pending)} lines, which could not be written")
+                lost = amount(len(self._file.pending), "line")
+                self.warn(f"{METRICS} lacks its last {lost}, which could not be written")
             self._file.close()
         while self._deliveries:
             self._deliveries.pop().close(failed)

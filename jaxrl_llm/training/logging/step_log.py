@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms.losses import NEUTRAL
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.turns import yielded
 from jaxrl_llm.training.logging.health import HealthSpec, HealthWarnings, health_warnings
@@ -105,7 +106,7 @@ class StepLog:
             what = f"{'the critic has a gradient that' if of else 'the gradient'} is not finite ({numbers})"
         if skipped > self._health.max_skipped_steps:
             raise ConfigError(
-                f"step {step.number}: {what}, {skipped} step{'s' if skipped > 1 else ''} in a row "
+                f"step {step.number}: {what}, {amount(skipped, 'step')} in a row "
                 f"(optimizer.max_skipped_steps = {self._health.max_skipped_steps}); the last checkpoint is intact. "
                 "Lower optimizer.learning_rate, or check the data and rewards of that step."
             )

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.turn_advantages import Turn
 from jaxrl_llm.config.user_code import error_text
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.image_rows import Tiles
 from jaxrl_llm.data.images import ImageLimits, data_url
@@ -280,8 +281,8 @@ class AgentRollout:
                 gateway.queue.call(gateway.queue.release).result()
             if refused := gateway.queue.counts.refused_rows - refused:  # which is no failure of an agent
                 raise EpisodeError(
-                    f"{refused} completions of agents were not sampled, as the error above says; where there was no "
-                    "memory, set fewer rollout.slots"
+                    f"{amount(refused, 'completion')} of agents could not be sampled, as the error above says; where "
+                    "there was no memory, set fewer rollout.slots"
                 )
             names = [task.get("agent") if spec.others else None for task in tasks]
             episodes = AgentEpisodes(self.turns, sessions, outcomes, seconds, longest, spec.branches, names)
@@ -289,7 +290,7 @@ class AgentRollout:
         failed = [reason for reason in reasons if reason is not None]
         if len(failed) == len(reasons) or (failed and spec.on_error == "stop"):
             reason, times = Counter(failed).most_common(1)[0]
-            often = "" if reason == failed[0] else f"; most often ({times} times): {reason}"
+            often = "" if reason == failed[0] else f"; most often ({amount(times, 'time')}): {reason}"
             raise EpisodeError(
                 f"{'all' if len(failed) == len(reasons) else len(failed)} of the step's {len(reasons)} agents failed "
                 f"(environment.agent); the first: {failed[0]}{often}"

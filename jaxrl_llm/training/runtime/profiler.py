@@ -9,6 +9,7 @@ from typing import Any, Self
 import jax
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 
 FOLDER = "profile"
@@ -66,7 +67,10 @@ def steps_here(text: str | None, process: int) -> tuple[int, int] | None:
     """
     steps, count = profiled_steps(text), jax.process_count()
     if steps is not None and process >= count:
-        raise ConfigError(f"logging.profile_process is {process}, but the run has {count} processes, numbered from 0")
+        raise ConfigError(
+            f"logging.profile_process is {process}, but the run has {amount(count, 'process', 'processes')}, numbered "
+            "from 0"
+        )
     return steps if process == jax.process_index() else None
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigDict, ConfigError, validate
 from jaxrl_llm.config.resolve import import_file, import_module, split_options
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data import image_processors, loading, opening
 from jaxrl_llm.data.loading import Tokenized
 from jaxrl_llm.data.named_templates import with_chat_template, with_eos_token
@@ -79,15 +80,15 @@ def with_total_steps(config, tokens: Tokenized) -> tuple[Any, list[str]]:
 
     Raises ConfigError for settings that do not go with so many steps.
     """
-    count, prompts, unit = len(tokens.rows), config.batch.prompts, "rows"
+    count, prompts, unit = len(tokens.rows), config.batch.prompts, "row"
     read = sum(report.read for report in tokens.reports)
     used, packed = f"all {count}" if count == read else f"{count}", ""
     if config.data.overlong == "split" and count > read:
-        used = f"in {count} pieces of at most {config.data.max_length} tokens"
+        used = f"in {amount(count, 'piece')} of at most {amount(config.data.max_length, 'token')}"
     if config.data.packing:
         c = config.data
         count = len(packed_rows(tokens.rows, c.max_length, c.packing_strategy))
-        unit, packed = "packed rows", f" as {count} packed rows"
+        unit, packed = "packed row", f" as {amount(count, 'packed row')}"
     if config.num_epochs is not None:
         config = config.copy_and_resolve_references()
         # Rounded, as 1.1 * 10 is more than 11 in floating point.
@@ -97,11 +98,14 @@ def with_total_steps(config, tokens: Tokenized) -> tuple[Any, list[str]]:
         validate(checked)
     steps = config.total_steps
     notes = [
-        f"data: {read} rows, {used} used{packed}; {count / prompts:.4g} steps an epoch of {prompts} {unit}; {steps} "
-        f"steps are {steps * prompts / count:.3g} epochs"
+        f"data: {amount(read, 'row')}, {used} used{packed}; {amount(f'{count / prompts:.4g}', 'step')} an epoch of "
+        f"{amount(prompts, unit)}; {amount(steps, 'step')} {'is' if steps == 1 else 'are'} "
+        f"{amount(f'{steps * prompts / count:.3g}', 'epoch')}"
     ]
     if count < prompts:
-        notes.append(f"data: a step takes {prompts} {unit}, more than there are, so that it has some of them twice")
+        notes.append(
+            f"data: a step takes {amount(prompts, unit)}, more than there are, so that it has some of them twice"
+        )
     return config, notes
 
 

@@ -5,6 +5,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError, batch_rows, rows_together
 from jaxrl_llm.config.schema import OFFLINE, ONLINE_PREFERENCE
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.distributed.own_part import OwnPart
 from jaxrl_llm.distributed.sharding import make_mesh, rollout_mesh, row_shards
 from jaxrl_llm.training.setup import specs
@@ -16,8 +17,9 @@ def build_mesh(config) -> Mesh:
     if count := sampling_devices(config):
         if jax.process_count() > 1 or count >= len(devices):
             raise ConfigError(
-                f"rollout.devices is {count}, of {len(devices)} devices in {jax.process_count()} processes, but it "
-                "takes fewer than there are, of one process: set it to 0, and all devices sample and train"
+                f"rollout.devices is {count}, of {amount(len(devices), 'device')} in "
+                f"{amount(jax.process_count(), 'process', 'processes')}, but it takes fewer than there are, of one "
+                "process: set it to 0, and all devices sample and train"
             )
         devices = devices[:-count]
     return make_mesh(c.data, c.fsdp, c.tensor, c.context, c.expert, devices)
@@ -68,7 +70,7 @@ def check_rows(config, rows: int, mesh: Mesh) -> None:
                        ("logps_microbatch_rows", batch.logps_microbatch_rows)):  # fmt: skip
         if size % multiple:
             raise ConfigError(
-                f"a micro-batch of {size} rows does not divide into mesh.data x mesh.fsdp x mesh.expert = "
+                f"a micro-batch of {amount(size, 'row')} does not divide into mesh.data x mesh.fsdp x mesh.expert = "
                 f"{row_shards(mesh)} parts{' of whole pairs' if multiple > row_shards(mesh) else ''}; change "
                 f"batch.prompts, rollout.group_size, batch.minibatches, batch.{name} or the mesh"
             )

@@ -15,6 +15,7 @@ from jaxrl_llm.config import ConfigDict, ConfigError
 from jaxrl_llm.config.entries import environment_options, reward_scales
 from jaxrl_llm.config.schema import EPISODES, OFFLINE, ONLINE_PREFERENCE
 from jaxrl_llm.config.tree import spec_of
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.distributed.own_part import OwnPart
@@ -86,9 +87,10 @@ def build_worker(
     engine_mesh = engine.mesh if isinstance(engine, ReshardedEngine) else mesh
     if environments is not None and row_groups(engine_mesh) != row_groups(mesh):
         raise ConfigError(
-            f"environments play the rows of their own processes, but these hold the same rows in {row_groups(mesh)} "
-            f"groups while they train, and in {row_groups(engine_mesh)} while they sample: set rollout.mesh to "
-            f"tensor={mesh.size // row_groups(mesh)}, or mesh.context and mesh.tensor to the devices of one process"
+            "environments play the rows of their own processes, but these hold the same rows in "
+            f"{amount(row_groups(mesh), 'group')} while they train, and in {row_groups(engine_mesh)} while they "
+            f"sample: set rollout.mesh to tensor={mesh.size // row_groups(mesh)}, or mesh.context and mesh.tensor "
+            "to the devices of one process"
         )
     longest = limit if examples is None else max(len(row["prompt_ids"]) for row in examples)
     cause = "prompts, up to rollout.max_prompt_length" if examples is None else "the longest prompt"

@@ -65,7 +65,7 @@ def alike(completions, **kwargs):
     [
         (raises, {}, r"reward 'raises' raised RuntimeError: no such model"),
         (hangs, {"rewards__timeout": 0.2}, r"reward 'hangs' .*0\.2"),
-        (too_few, {}, r"reward 'too_few' returned 1 results for 16 completions"),
+        (too_few, {}, r"reward 'too_few' returned 1 result for 16 completions"),
         (infinite, {}, r"reward 'infinite' returned inf for row 1"),
         (alike, {"algorithm__dynamic_sampling": True, "algorithm__max_sampling_rounds": 2},
          r"after 2 rounds of sampling, the completions of 4 prompts of 4 still score alike"),

@@ -229,7 +229,7 @@ def test_other_data_of_a_process_ends_all(run, mine, streams):
         (3, ("--config.mesh.data=3", "--config.mesh.tensor=2"), "gives processes some rows in common and others"),
         (1, (*TENSOR, "--config.environment.rollout_func=mine.py:score",
              "--config.algorithm.importance_correction=token_truncate"), "rollout_func is set, but mesh.context x"),
-        (1, (*CONTEXT, "--config.environment.name=sort_then_smallest"), "in 1 groups while they train, and in 2 while"),
+        (1, (*CONTEXT, "--config.environment.name=sort_then_smallest"), "in 1 group while they train, and in 2 while"),
     ],
 )  # fmt: skip
 def test_what_is_refused(run, mine, devices, flags, words):

@@ -160,5 +160,5 @@ def test_a_run_whose_steps_are_done_says_that_nothing_is_trained(config, capsys)
     assert "nothing is trained" not in capsys.readouterr().err
     again = jaxrl_llm.train(config, ROWS)
     jax.tree.map(np.testing.assert_array_equal, again.model.params, first.model.params)
-    assert "all 1 steps of the run in" in (told := capsys.readouterr().err)
+    assert "has made its 1 step; nothing is trained" in (told := capsys.readouterr().err)
     assert "nothing is trained: raise total_steps, or set another output_dir or checkpoint.resume=never" in told

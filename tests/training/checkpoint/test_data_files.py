@@ -36,7 +36,7 @@ def test_a_checksum_is_of_the_content(tmp_path, monkeypatch):
     assert line.startswith(f"a.jsonl of {folder}: edited since the checkpoint was written; the run goes on with")
     write(folder / "b.jsonl", (22, 13, 14, 15))
     (line,) = edited(before, checksums([source(str(folder))]))
-    assert line.startswith(f"a.jsonl of {folder} and 1 other files: edited")
+    assert line.startswith(f"a.jsonl of {folder} and 1 other file: edited")
     assert edited({}, before) == []  # of a checkpoint of an earlier version
     others = ("task:sort", [{"prompt": "a"}], "gs://bucket/rows.jsonl", "rows.py:function")
     assert checksums(map(source, others)) == {}

@@ -41,7 +41,7 @@ def test_epochs_are_counted_in_rows_that_are_used(config):
     longer = [*ROWS, {"prompt": "sort:1000000=", "completion": "0000001"}]
     data = read(config, longer)
     assert data.config.total_steps == 1
-    assert "21 rows, 20 used" in data.notes[0]
+    assert "21 rows, 20 used; 2.5 steps an epoch of 8 rows; 1 step is 0.4 epochs" in data.notes[0]
     config.data.packing, config.data.max_length, config.num_epochs = True, 44, 4.0
     data = read(config)
     assert data.config.total_steps == 4  # 20 rows of 13 tokens are 7 packed ones
