@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.parse import unquote_to_bytes
 
 import httpx
 import numpy as np
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data.templates import is_conversational
 
 if TYPE_CHECKING:
@@ -163,14 +164,14 @@ def _held(value: Any, limits: ImageLimits, folder: Path | None) -> "tuple[str, b
         except binascii.Error as error:
             raise ConfigError(f"{name} is no base64 ({error}); write data:image/png;base64,...") from error
         return name, _bounded(name, data, limits)
-    if isinstance(value, str) and urlsplit(value[:10]).scheme.lower() in ("http", "https"):
+    if isinstance(value, str) and value[:8].lower().startswith(("http://", "https://")):
         return f"the image {value:.200}", _fetch(value, limits)
     if isinstance(value, str | Path):
-        path = Path(str(value).removeprefix("file://")).expanduser()
-        beside = path if folder is None else folder / path
         try:
-            found = next((each.absolute() for each in (beside, path) if each.is_file()), None)
-        except OSError:  # a name that is too long
+            path = Path(str(value).removeprefix("file://")).expanduser()
+            places = (path,) if folder is None else (folder / path, path)
+            found = next((place.absolute() for place in places if place.is_file()), None)
+        except (OSError, RuntimeError):  # a name that is too long, or the home of a user who is not here
             found = None
         if found is None:
             where = "" if folder is None else f"at {folder}, where the data is, or else "
@@ -261,14 +262,14 @@ def row_images(
     free = ordered.count(None)
     if free != len(listed):
         raise ConfigError(
-            f"the row has {free} placeholders of images (parts of type image, or {PLACEHOLDER} in the text) and "
-            f"{len(listed)} images in {'no column' if column is None else f'column {column!r}'}; make them as many, or "
-            "name another column with data.image_key"
+            f"the row has {amount(free, 'placeholder')} of images (parts of type image, or {PLACEHOLDER} in the text) "
+            f"and {amount(len(listed), 'image')} in {'no column' if column is None else f'column {column!r}'}; make "
+            "them as many, or name another column with data.image_key"
         )
     if len(ordered) > limits.per_row:
         raise ConfigError(
-            f"the row has {len(ordered)} images, more than data.images_per_row={limits.per_row}; raise that, or drop "
-            "the row"
+            f"the row has {amount(len(ordered), 'image')}, more than data.images_per_row={limits.per_row}; raise that, "
+            "or drop the row"
         )
     taken = iter(listed)
     values = [next(taken) if value is None else value for value in ordered]

@@ -64,7 +64,7 @@ def test_of_equal_rows_the_first_stays(config, caplog):
     with caplog.at_level(logging.WARNING):
         data = read_data(config)
     assert asked(data)[0] == ["sort:12=", "sort:13=", "sort:14="] and count(data) == 3
-    assert "train.jsonl: left out 3 rows that an earlier one equals, of 6" in caplog.text
+    assert "train.jsonl: left out 3 of 6 rows: an earlier one is equal" in caplog.text
     assert "data: 3 rows, all 3 used" in data.notes[0]
     config.data.sources = ("train.jsonl", "more.jsonl")
     assert asked(read_data(config))[0] == ["sort:12=", "sort:13=", "sort:14=", "sort:9="]

@@ -105,7 +105,7 @@ def test_nectar_chooses_the_best_rank():
     # axolotl's published code takes the last of the ascending ranks, and the one before it.
     made = find("zephyr.nectar(inverted=True)")(row)
     assert (made["chosen"], made["rejected"]) == ("d", "c")
-    with pytest.raises(ConfigError, match=r"has 1 answers, but the format zephyr.nectar compares two"):
+    with pytest.raises(ConfigError, match=r"has 1 answer, but the format zephyr.nectar compares two"):
         find("zephyr.nectar")({"prompt": "Q", "answers": answers[:1]})
     with pytest.raises(ConfigError, match=r"'answers' of the format zephyr.nectar is a list .* and rank, a number"):
         find("zephyr.nectar")({"prompt": "Q", "answers": [*answers, {"answer": "e", "rank": "5"}]})

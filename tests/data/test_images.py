@@ -131,6 +131,8 @@ def test_a_photograph_is_turned_as_its_file_says():
         (png(), ImageLimits(bytes=20), "has more than data.image_bytes=20 bytes"),
         ("https://example.com/a.png", LIMITS, "is a URL, and data.image_urls=False"),
         ("HTTP://example.com/a.png", LIMITS, "is a URL, and data.image_urls=False"),
+        ("http://[::1]/a.png", LIMITS, "is a URL, and data.image_urls=False"),
+        ("~nobody-here/a.png", LIMITS, "'~nobody-here/a.png' is no file here"),
         ("nowhere.png", LIMITS, "'nowhere.png' is no file here"),
         ("iVBORw0KGgo" * 99, LIMITS, "is no file here; .* base64 with data:image/png;base64,"),
         ("data:image/png;base64,???", LIMITS, "is no base64"),
@@ -183,9 +185,9 @@ def test_a_column_of_another_name():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": user("<image><image>"), "images": [png()]}, "2 placeholders .* and 1 images in column 'images'"),
-        ({"prompt": "what?", "images": [png()]}, "0 placeholders .* and 1 images"),
-        ({"prompt": user([{"type": "image"}])}, "1 placeholders .* and 0 images in no column"),
+        ({"prompt": user("<image><image>"), "images": [png()]}, "2 placeholders .* and 1 image in column 'images'"),
+        ({"prompt": "what?", "images": [png()]}, "0 placeholders .* and 1 image"),
+        ({"prompt": user([{"type": "image"}])}, "1 placeholder .* and 0 images in no column"),
         ({"prompt": user("?"), "images": [png()] * 17}, r"17 images, more than data\.images_per_row=16"),
         ({"prompt": user("<image><image>"), "images": [png(), b"x"]}, "image 1: an image of 1 bytes"),
         ({"prompt": user([{"type": "video"}])}, "a content part is {'type': 'video'}"),

@@ -73,7 +73,7 @@ def test_rows_whose_images_would_be_lost_or_misread_are_refused(folder):
     vision, token = describe(folder).net.config.vision, tokenizer.convert_tokens_to_ids("<|image|>")
     own = image_processors.load(folder, tokenizer)
     assert own is not None
-    with pytest.raises(ConfigError, match=r"row 0 of a batch has 2 image tokens .* 1 tiles stand for 1, 1 each"):
+    with pytest.raises(ConfigError, match=r"row 0 of a batch has 2 image tokens .* 1 tile should have 1, 1 each"):
         row_images([[token, 5, token]], [own.pixels([picture(8, 8)])], vision)
     with pytest.raises(ConfigError, match="row 0 of a batch has pixels alone"):
         row_images([[token]], [np.zeros((1, 64, 16, 3), np.float32)], vision)

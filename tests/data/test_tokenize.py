@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
@@ -74,14 +75,14 @@ def test_truncating_long_prompts(tokenizer, caplog, overlong, kept):
     with caplog.at_level(logging.WARNING):
         rows = tokenized("prompts", [{"prompt": "0123456789"}, {"prompt": "12345"}], tokenizer, 5, overlong)
     assert [row["prompt_ids"] for row in rows] == [list(kept), list(b"12345")]
-    assert "truncated 1 rows with a prompt of more than 5 tokens" in caplog.text
+    assert "truncated 1 row with a prompt of more than 5 tokens" in caplog.text
 
 
 def test_dropping_long_prompts(tokenizer, caplog):
     with caplog.at_level(logging.WARNING):
         rows = tokenized("prompts", [{"prompt": "123456"}, {"prompt": "12345"}], tokenizer, 5, "filter")
     assert [row["prompt"] for row in rows] == ["12345"]
-    assert "dropped 1 rows" in caplog.text
+    assert "dropped 1 row" in caplog.text
 
 
 def test_long_prompt_error(tokenizer):
@@ -111,7 +112,7 @@ def test_prompt_errors(tokenizer):
     with pytest.raises(ConfigError, match=r"row 0: a prompt is text or a list of messages .* not None"):
         tokenized("prompts", [{"prompt": None}], tokenizer, 5)
     with pytest.raises(
-        ConfigError, match=re.escape("no row is left to train on (1 had a prompt of more than 1 tokens)")
+        ConfigError, match=re.escape("no row is left to train on (1 had a prompt of more than 1 token)")
     ):
         tokenized("prompts", [{"prompt": "ab"}], tokenizer, 1, "filter")
     with pytest.raises(ConfigError, match=r"data.overlong is 'cut'; here it is one of error, filter"):
@@ -570,7 +571,7 @@ def test_completion_length_rules(tokenizer, caplog):
     # The prompt of the second row fills all four tokens: nothing is left to learn, so it goes.
     assert cut == [{"ids": [97, 98, 99, 100], "mask": [0, 0, 1, 1]}, {"ids": [97, 98, END], "mask": [0, 1, 1]}]
     assert "dropped 2 rows with more than 4 tokens" in caplog.text
-    assert "dropped 1 rows in which no token is learned" in caplog.text
+    assert "dropped 1 row in which no token is learned" in caplog.text
     assert "truncated 2 rows with more than 4 tokens" in caplog.text
     assert len(tokenized("completions", data, tokenizer, 7)) == 3
 
@@ -603,6 +604,8 @@ def test_rows_of_token_ids(tokenizer):
     ]
     assert tokenized("completions", rows, tokenizer) == expected
     assert tokenized("completions", datasets.Dataset.from_list(rows), tokenizer) == expected
+    arrays = [{name: None if value is None else np.array(value) for name, value in row.items()} for row in rows]
+    assert tokenized("completions", arrays, tokenizer) == expected
     assert tokenized("completions", rows[:1], tokenizer, 2, "truncate_right") == [{"ids": [97, 98], "mask": [0, 1]}]
 
 
@@ -612,7 +615,7 @@ def test_rows_of_token_ids(tokenizer):
         ({"input_ids": [97, 999999]}, r"input_ids has 999999; the tokens of the tokenizer are 0 to \d+"),
         ({"input_ids": [-1, 97]}, "input_ids has -1"),
         ({"input_ids": ["a"]}, "input_ids has 'a'"),
-        ({"input_ids": [97, 98], "labels": [98]}, "labels has 1 values for 2 input_ids"),
+        ({"input_ids": [97, 98], "labels": [98]}, "labels has 1 value for 2 input_ids"),
         ({"input_ids": [97, 98], "labels": [98, -100]}, "labels has 98 at the place of the token 97; it is that, or -"),
         ({"input_ids": [97, 98], "loss_mask": [0, 1]}, "a loss_mask, which speaks of .* give labels"),
         ({"input_ids": [97, 98], "seq_lengths": [1, 1]}, "it is packed: give rows of one text each"),
@@ -752,7 +755,7 @@ def test_pairs_that_prefer_nothing_are_counted(tokenizer, caplog):
     ]
     with caplog.at_level(logging.WARNING):
         assert len(tokenized("pairs", data, tokenizer, 5, "truncate_right")) == 3
-    assert "2 pairs have the same tokens as chosen and as rejected, of 3: nothing is preferred" in caplog.text
+    assert "tokens are the same in 2 pairs of 3: nothing is preferred" in caplog.text
     caplog.clear()
     assert tokenized("pairs", data[2:], tokenizer) and "preferred" not in caplog.text
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.pairs import has_prompt, split_pair
 from jaxrl_llm.data.templates import SYSTEM_ROLES, is_conversational, render_chat, template_options, tool_calls
@@ -282,7 +283,7 @@ def messages_column(
     check_messages(value, name, format_name)
     if count is not None and len(value) != count:
         raise ConfigError(
-            f"column {name!r} has {len(value)} messages, but the format {format_name} reads exactly {count}; "
+            f"column {name!r} has {amount(len(value), 'message')}, but the format {format_name} reads exactly {count}; "
             "chat_template.argilla_chat reads longer conversations"
         )
     return list(value)
