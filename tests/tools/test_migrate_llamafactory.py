@@ -125,6 +125,14 @@ def test_other_rows_and_stages():
     assert config.logging.backends == ("console", "jsonl", "swanlab")
 
 
+def test_rows_that_val_size_holds_out(tmp_path):
+    (tmp_path / "data/questions.json").write_text(json.dumps([{"instruction": "i", "output": "o"}] * 80))
+    config, _, _ = made(dataset="questions,talks", more="val_size: 16")  # of 160 rows
+    assert (config.eval.fraction, config.total_steps) == (0.1, 18)
+    _, text = migrate("a.yaml", output="config.py", devices=2)
+    assert "val_size = 16 holds nothing out: how many rows there are in all is not known" in " ".join(text.split())
+
+
 def test_a_command_with_overrides(tmp_path):
     made()
     (tmp_path / "run.sh").write_text("llamafactory-cli train a.yaml learning_rate=3e-5 lora_rank=32\n")

@@ -95,6 +95,12 @@ def test_a_command_and_the_files_that_it_builds_on(tmp_path):
     assert (yaml.batch.minibatches, yaml.rollout.top_k) == (2, 40)
 
 
+def test_an_epoch_has_the_rows_of_its_split(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"input": "q", "output": "a"}\n' * 640)
+    config, _ = command(tmp_path, "data.train.data_path=rows.jsonl", "'data.train.split=train[:64]'")
+    assert (config.data.split, config.eval.fraction, config.total_steps) == ("train[:64]", 0.1, 3)  # of 58 rows
+
+
 def their_advantages(rows, name="grpo", leave_one_out=True, normalize=True):
     """NeMo-RL's calculate_baseline_and_std_per_prompt and estimators (utils.py, advantage_estimator.py), `[N, T]`."""
     result = np.zeros(N)

@@ -116,6 +116,12 @@ def test_evaluations_references_and_samples_of_other_commands(tmp_path):
     assert "a/b@en is the folder en of a/b" in " ".join(text.split())
 
 
+def test_an_epoch_has_the_rows_that_max_samples_leaves(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "a"}\n' * 320)
+    config, _ = command(tmp_path, "--data.max_samples 64", text=PPO.replace("a/b", "rows.jsonl"))
+    assert (config.data.split, config.total_steps) == ("train[:64]", 2)
+
+
 def test_a_mixture_of_experts_has_no_load_balancing_loss_unless_it_is_asked_for(tmp_path):
     """The coefficient in config.json counts in transformers where the configuration returns the router's logits."""
     text = FORMER.replace("Qwen3-0.6B", "Qwen3-30B-A3B")

@@ -81,6 +81,19 @@ def test_adapters_of_single_modules_of_trl(moved):
     assert "layers_pattern is left out" in text
 
 
+def test_values_that_a_script_formats_and_cannot_have(moved):
+    script = (
+        "from trl import SFTConfig, SFTTrainer\nmodel, lr, digits = 'a/b', 2e-5, 3\n"
+        "args = SFTConfig(output_dir=f'{model.split(\"/\")[-1]}-{lr:.1e}-{7:0{digits}d}', learning_rate=lr,\n"
+        "    max_steps=9, run_name=f'{lr:d}', logging_steps=int(float('inf')), seed='{0.x}'.format(1))\n"
+        "SFTTrainer(model=model, args=args, train_dataset=None).train()\n"
+    )
+    config, text = moved(script, "train.py")
+    assert (config.output_dir, config.logging.run_name, config.seed) == ("b-2.0e-05-007", None, 42)
+    assert "run_name = f'{lr:d}' is known only when the script runs" in text
+    assert "logging_steps = int(float('inf')) is known only when the script runs" in text
+
+
 @pytest.mark.parametrize(
     ("said", "kind", "noted"),
     [

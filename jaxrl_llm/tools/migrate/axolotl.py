@@ -53,7 +53,8 @@ def convert(source: Source, options: Options) -> Draft:
         del theirs["max_length"]
     elif trainer == "prm":
         del theirs["max_completion_length"]
-    rows, size = _rows(yaml, options), float(yaml.get("val_set_size") or 0)
+    # Those that val_set_size holds out are among them.
+    rows, size = shared.all_rows(options, yaml.get("datasets") or ()), float(yaml.get("val_set_size") or 0)
     held = 0 if yaml.get("test_datasets") else math.ceil(rows * size if size < 1 else size)
     # Devices that have rows of their own: context and tensor parallel ones share theirs.
     sharing = ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size")
@@ -69,15 +70,6 @@ def convert(source: Source, options: Options) -> Draft:
     trl.apply(draft, trainer, options)
     _rest(draft, yaml, trainer, rows)
     return draft
-
-
-def _rows(yaml: dict[str, Any], options: Options) -> int:
-    """Return the rows of all data sets, those that val_set_size holds out among them; 0 where they are unknown."""
-    counts = [
-        shared.known_rows(options, one.get("data_files") or one.get("path"), one.get("split") or "train")
-        for one in yaml.get("datasets") or ()
-    ]
-    return options.rows or (sum(counts) if all(counts) else 0)
 
 
 def _translated(yaml: dict[str, Any], trainer: str, kind: str | None) -> dict[str, tuple[str, Any]]:

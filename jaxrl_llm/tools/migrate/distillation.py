@@ -31,13 +31,13 @@ def of_trl(draft: Draft, trainer: str) -> None:
         shared.check_known("distillation_objective", objective, ("iw_opd", "jsd"))
     if objective == "iw_opd":
         draft.set("teacher.form", "advantage", "distillation_objective")
-        draft.set("teacher.position_gamma", float(draft.get("iw_opd_gamma")), "iw_opd_gamma")
+        draft.take("teacher.position_gamma", "iw_opd_gamma")
         draft.set("algorithm.loss", "reinforce")
     elif trainer == "gold" and draft.get("use_uld_loss"):
         _uld_of_trl(draft)
     else:
         draft.set("teacher.form", "divergence", *(("distillation_objective",) if objective else ()))
-        draft.set("teacher.beta", float(draft.get("beta")), "beta")
+        draft.take("teacher.beta", "beta")
     if trainer == "iwopd":
         room = int(draft.get("max_length") or 1024) - draft.values["rollout.max_completion_length"]
         longest = int(draft.get("max_prompt_length") or room)
@@ -55,7 +55,7 @@ def of_trl(draft: Draft, trainer: str) -> None:
         if not share:
             draft.set("algorithm.name", "sft", "lmbda")
             if trainer == "iwopd" or (trainer == "gold" and not draft.get("use_uld_loss")):
-                draft.set("teacher.temperature", float(draft.get("temperature")), "temperature")
+                draft.take("teacher.temperature", "temperature")
             if draft.values["teacher.form"] == "uld":
                 draft.check("sft takes the mean over all spans of a batch here, TRL over rows of the mean of a row's")
             draft.drop(*(key for key in draft.values if key.startswith("rollout.")))
@@ -99,7 +99,7 @@ def served_of_trl(draft: Draft, trainer: str) -> None:
     draft.set("teacher.form", "divergence")
     draft.set("teacher.beta", beta, "beta")
     draft.set("teacher.top_k", k, keys[1])
-    draft.set("teacher.tail", bool(draft.get(keys[2])), keys[2])
+    draft.take("teacher.tail", keys[2])
     if beta:
         draft.check(
             f"beta = {beta:g} is over the teacher's likeliest token and the sampled one there; here the divergence is "
@@ -141,7 +141,7 @@ def _uld_of_trl(draft: Draft) -> None:
         )
     if draft.get("uld_use_hybrid_loss"):
         draft.set("teacher.uld_hybrid", True, "uld_use_hybrid_loss")
-        draft.set("teacher.beta", float(draft.get("beta")), "beta")
+        draft.take("teacher.beta", "beta")
         for name in ("matched_weight", "unmatched_weight"):
             if (weight := draft.get(f"uld_hybrid_{name}")) is not None:
                 draft.set(f"teacher.uld_{name}", float(weight), f"uld_hybrid_{name}")
@@ -168,7 +168,7 @@ def _likeliest(draft: Draft) -> None:
     elif k:
         draft.set("teacher.top_k", k, "loss_top_k")
         draft.set("teacher.top_of", "policy" if beta else "teacher", "beta", "reverse_kl_top_1_mode")
-        draft.set("teacher.tail", bool(draft.get("loss_add_tail")), "loss_add_tail")
+        draft.take("teacher.tail", "loss_add_tail")
 
 
 def self_of_trl(draft: Draft, updates: int, weight: float) -> None:
@@ -180,25 +180,23 @@ def self_of_trl(draft: Draft, updates: int, weight: float) -> None:
         "base": "self(rate=0)",
         "ema": f"self(rate={rate:g}{'' if every == 1 else f', every={every}'})",
     }
-    if kind not in paths:
-        raise ConfigError(f"teacher_model_kind is {kind!r}, but there are {', '.join(paths)}")
+    shared.check_known("teacher_model_kind", kind, paths)
     draft.set("teacher.path", paths[kind], "teacher_model_kind", "teacher_update_rate", "teacher_sync_steps")
     if kind == "live" and updates > 1:
         draft.check("the live teacher is the policy at the start of a step here, at that of each update in TRL")
     mode, whole = draft.get("distillation_mode"), {"full_logits", "topk_logits"}
-    if mode not in {"sampled_token", *whole}:
-        raise ConfigError(f"distillation_mode is {mode!r}, but there are full_logits, sampled_token, topk_logits")
+    shared.check_known("distillation_mode", mode, ("full_logits", "sampled_token", "topk_logits"))
     draft.set("teacher.form", "divergence" if mode in whole else "advantage", "distillation_mode")
     draft.use("distillation_alpha", "distillation_is_clip")
     if mode in whole:
-        draft.set("teacher.beta", float(draft.get("distillation_alpha")), "distillation_alpha")
+        draft.take("teacher.beta", "distillation_alpha")
         draft.set("teacher.importance_max", draft.get("distillation_is_clip"), "distillation_is_clip")
     elif updates > 1:
         draft.check("distillation_is_clip: the ratio of later updates is clipped by the policy loss here (epsilon)")
     if mode == "topk_logits":
         draft.set("teacher.top_k", draft.get("distillation_topk"), "distillation_topk", "distillation_mode")
         draft.set("teacher.top_of", "policy", "distillation_mode")
-        draft.set("teacher.tail", bool(draft.get("distillation_add_tail")), "distillation_add_tail")
+        draft.take("teacher.tail", "distillation_add_tail")
     if weight == 1:
         draft.set("algorithm.advantage", "zero", "distillation_weight")
     else:
@@ -237,7 +235,7 @@ def _context_of_trl(draft: Draft) -> None:
     draft.set("teacher.context", context, *keys)
     limit = "max_reprompt_len"
     if feedback or draft.sets(limit):
-        draft.set("teacher.max_prompt_length", int(draft.get(limit)), limit)
+        draft.take("teacher.max_prompt_length", limit)
         draft.check(f"{limit}: a row whose prompt for the teacher is longer is not taught here; TRL cuts its beginning")
     texts = {"reprompt_template": "teacher.template"}
     if successes:
@@ -326,7 +324,7 @@ def _loss(draft: Draft) -> None:
         draft.set("teacher.form", "divergence", *keys)
         draft.set("teacher.beta", whole[mode], f"{L}.loss_mode")
         if mode == "forward_kl_topk":
-            draft.set("teacher.top_k", int(draft.first(f"{L}.topk", default=32)), f"{L}.topk")
+            draft.take("teacher.top_k", f"{L}.topk", default=32)
         else:
             kind = "KL(policy || teacher)" if whole[mode] else "KL(teacher || policy)"
             draft.check(
@@ -334,11 +332,7 @@ def _loss(draft: Draft) -> None:
                 "of the whole distributions (teacher.form=divergence)"
             )
     if rewarded:
-        draft.set(
-            "teacher.coef",
-            float(draft.first(f"{L}.distillation_loss_coef", default=1.0)),
-            f"{L}.distillation_loss_coef",
-        )
+        draft.take("teacher.coef", f"{L}.distillation_loss_coef", default=1.0)
         return
     draft.set("algorithm.advantage", "zero", f"{L}.use_task_rewards")
     unread = ("name", "beta", "kl", "kl_in_reward", "reward_beta", "reward_kl", "kl_controller", "entropy_coef")

@@ -115,6 +115,13 @@ class Draft:
         if value is not None:
             self._put(ours, value, theirs)
 
+    def take(self, ours: str, *theirs: str, default: Any = None) -> None:
+        """Set our key to the first value of the keys `theirs`, or else `default`, as the type of ours.
+
+        Raises TypeError where there is none, and ValueError for a text that is no number where ours is one.
+        """
+        self.set(ours, OURS[ours].kind(self.first(*theirs, default=default)), *theirs)
+
     def set_none(self, ours: str, *theirs: str) -> None:
         """Set our key to none, from the keys `theirs`. Raises ConfigError for a key that is never none."""
         self._put(ours, None, theirs)

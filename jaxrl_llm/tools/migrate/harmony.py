@@ -39,7 +39,7 @@ def convert(source: Source, options: Options) -> Draft:
         )
     _graders(draft)
     if draft.get("tp") is not None:
-        draft.set("mesh.tensor", int(draft.get("tp")), "tp")
+        draft.take("mesh.tensor", "tp")
         if int(draft.get("tp")) < 0:
             draft.set("mesh.data", 1, "tp")
             draft.check(
@@ -69,7 +69,7 @@ def convert(source: Source, options: Options) -> Draft:
     for key in ("name", "advantage", "scale_rewards", "loss"):
         draft.origins[f"algorithm.{key}"] = trainer.upper()
     if draft.get("kl_beta") is not None:
-        draft.set("algorithm.beta", float(draft.get("kl_beta")), "kl_beta")
+        draft.take("algorithm.beta", "kl_beta")
         if trainer == "ppo":
             draft.set("algorithm.kl_in_reward", float(draft.get("kl_beta")) > 0, "kl_beta")
     if "total_steps" not in draft.values:

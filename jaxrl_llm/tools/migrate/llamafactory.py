@@ -1,6 +1,7 @@
 """The rules for LLaMA-Factory, which trains with transformers: its YAML becomes TRL's keys with its own defaults."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,13 @@ def convert(source: Source, options: Options) -> Draft:
     theirs = {**defaults("trl", trainer), **RULES["defaults"]}
     title = f"{stage}, from FILE of LLaMA-Factory; what that leaves out is as in LLaMA-Factory."
     draft = Draft(source, title, theirs, _translated(yaml, stage))
-    trl.apply(draft, trainer, options._replace(devices=options.devices or int(yaml.get("ray_num_workers") or 0)))
+    rows, size = options.rows, float(yaml.get("val_size") or 0)  # which holds out some of them
+    held = math.ceil(rows * size if size < 1 else size)
+    devices = options.devices or int(yaml.get("ray_num_workers") or 0)
+    trl.apply(draft, trainer, options._replace(rows=max(rows - held, 0), devices=devices))
     draft.set_direct("llamafactory")
     draft.drop("data.path", "data.split", "data.eval_split")
-    _data(draft, yaml, stage)
+    _data(draft, yaml, stage, options)
     if trainer == "dpo":
         _preference(draft, yaml)
     _trained(draft, yaml)
@@ -92,7 +96,7 @@ def _translated(yaml: dict[str, Any], stage: str) -> dict[str, tuple[str, Any]]:
     return theirs
 
 
-def _data(draft: Draft, yaml: dict[str, Any], stage: str) -> None:
+def _data(draft: Draft, yaml: dict[str, Any], stage: str, options: Options) -> None:
     """Set the sources, each with a function that reads its rows as its entry of dataset_info.json says."""
     names = [name.strip() for name in str(yaml.get("dataset") or "").split(",") if name.strip()]
     folder = Path(str(yaml.get("dataset_dir") or "data"))
@@ -134,8 +138,7 @@ def _data(draft: Draft, yaml: dict[str, Any], stage: str) -> None:
         draft.set("data.loss_on", "last_turn", "mask_history")
     draft.set("data.system_prompt", yaml.get("default_system"), "default_system")
     if share := float(yaml.get("val_size") or 0):
-        rows = sum(shared.known_rows(Options(), one["path"], one["split"]) for one in sources)
-        shared.hold_out(draft, share, "val_size", sources, rows)
+        shared.hold_out(draft, share, "val_size", sources, shared.all_rows(options, sources))
     elif other := yaml.get("eval_dataset"):
         draft.set("eval.every", -1, "eval_dataset")
         draft.check(

@@ -68,7 +68,7 @@ def convert(source: Source, options: Options) -> Draft:
         micro = int(draft.get("policy.train_micro_batch_size")) * devices * each
         shared.microbatch_rows(draft, micro, rows * each, "policy.train_micro_batch_size")
         longest = "policy.max_total_sequence_length"
-        draft.set("data.max_length", int(draft.get(longest)), longest)
+        draft.take("data.max_length", longest)
         draft.set("data.overlong", "filter", longest)
     _data(draft, trainer, options)
     if trainer in ("grpo", "ppo"):
@@ -78,14 +78,11 @@ def convert(source: Source, options: Options) -> Draft:
         _distillation(draft)
     elif trainer == "sft":
         draft.set("algorithm.aggregation", "token")
-        draft.set(
-            "data.loss_on", "last_turn" if draft.get("algo.only_unmask_final") else None, "algo.only_unmask_final"
-        )
-        draft.set("data.packing", bool(draft.get("policy.sequence_packing.enabled")), "policy.sequence_packing.enabled")
+        last = draft.get(key := "algo.only_unmask_final")
+        draft.set("data.loss_on", "last_turn" if last else None, key)
+        draft.take("data.packing", "policy.sequence_packing.enabled")
     elif trainer == "dpo":
-        draft.set(
-            "algorithm.beta", float(draft.get("algo.reference_policy_kl_penalty")), "algo.reference_policy_kl_penalty"
-        )
+        draft.take("algorithm.beta", "algo.reference_policy_kl_penalty")
         likely, weight = float(draft.get("algo.sft_loss_weight")), float(draft.get("algo.preference_loss_weight"))
         draft.set("algorithm.loss", "dpo+sft" if likely else "dpo", "algo.sft_loss_weight")
         draft.set("algorithm.loss_weights", (weight, likely) if likely else None, "algo.preference_loss_weight")
@@ -112,11 +109,10 @@ def _model(draft: Draft, options: Options) -> int:
     """Set the model, its adapters and the mesh; return the devices that have rows of their own."""
     draft.set("model.path", draft.get("policy.model_name"), "policy.model_name")
     shared.check_model(draft)
-    tokenizer = draft.get("policy.tokenizer.name")
-    draft.set(
-        "model.tokenizer", tokenizer if tokenizer != draft.values["model.path"] else None, "policy.tokenizer.name"
-    )
-    draft.set("data.chat_template", draft.get("policy.tokenizer.chat_template"), "policy.tokenizer.chat_template")
+    if (tokenizer := draft.get(key := "policy.tokenizer.name")) != draft.values["model.path"]:
+        draft.set("model.tokenizer", tokenizer, key)
+    draft.set("data.chat_template", draft.get(template := "policy.tokenizer.chat_template"), template)
+    draft.use(key)
     shared.set_options(draft, "data.chat_template_kwargs", "policy.tokenizer.chat_template_kwargs")
     shared.set_options(draft, "model.overrides", "policy.hf_config_overrides")
     dtype = shared.type_name(draft.get("policy.precision"))
@@ -130,12 +126,11 @@ def _model(draft: Draft, options: Options) -> int:
     lora = f"{MEGATRON}.peft" if megatron else "policy.dtensor_cfg.lora_cfg"
     if draft.get(f"{lora}.enabled"):
         draft.set("lora.rank", int(draft.first(f"{lora}.dim", default=8)), f"{lora}.enabled", f"{lora}.dim")
-        draft.set("lora.alpha", float(draft.first(f"{lora}.alpha", default=32)), f"{lora}.alpha")
-        draft.set("lora.dropout", float(draft.first(f"{lora}.dropout", default=0.0)), f"{lora}.dropout")
+        draft.take("lora.alpha", f"{lora}.alpha", default=32)
+        draft.take("lora.dropout", f"{lora}.dropout", default=0.0)
         targets = draft.get(f"{lora}.target_modules")
-        draft.set(
-            "lora.targets", tuple(targets) if targets and not draft.get(f"{lora}.match_all_linear") else ("all-linear",)
-        )
+        whole = not targets or draft.get(f"{lora}.match_all_linear")
+        draft.set("lora.targets", ("all-linear",) if whole else tuple(targets))
         draft.set("lora.exclude_modules", tuple(draft.get(f"{lora}.exclude_modules") or ()), f"{lora}.exclude_modules")
         draft.use(f"{lora}.target_modules", f"{lora}.match_all_linear")
     prefix = "tensor_model_parallel_size" if megatron else "tensor_parallel_size"
@@ -167,21 +162,16 @@ def _batch(draft: Draft, devices: int) -> None:
     draft.set("batch.minibatches", minibatches, key)
     draft.set("algorithm.num_iterations", draft.get("algo.ppo_epochs"), "algo.ppo_epochs")
     each = "policy.train_micro_batch_size"
-    packed = next(
-        (f"policy.{kind}" for kind in ("sequence_packing", "dynamic_batching") if draft.get(f"policy.{kind}.enabled")),
-        "",
-    )
-    if packed:
+    kinds = ("policy.sequence_packing", "policy.dynamic_batching")
+    if packed := next((kind for kind in kinds if draft.get(f"{kind}.enabled")), ""):
         length = int(draft.get("policy.max_total_sequence_length"))
         tokens = draft.first(f"{packed}.train_mb_tokens", default=length * int(draft.get(each)))
-        draft.set(
-            "batch.microbatch_tokens", int(tokens) * devices, f"{packed}.enabled", f"{packed}.train_mb_tokens", each
-        )
+        keys = (f"{packed}.enabled", f"{packed}.train_mb_tokens", each)
+        draft.set("batch.microbatch_tokens", int(tokens) * devices, *keys)
     else:
         shared.microbatch_rows(draft, int(draft.get(each)) * devices, prompts * group // minibatches, each)
-    for kind in ("sequence_packing", "dynamic_batching"):
-        draft.use(*(f"policy.{kind}.{name}" for name in ("enabled", "train_mb_tokens", "logprob_mb_tokens")))
-    draft.use(each, "policy.logprob_batch_size")
+    options = (f"{kind}.{name}" for kind in kinds for name in ("enabled", "train_mb_tokens", "logprob_mb_tokens"))
+    draft.use(*options, each, "policy.logprob_batch_size")
 
 
 def _sampling(draft: Draft) -> None:
@@ -192,8 +182,8 @@ def _sampling(draft: Draft) -> None:
     longest = int(draft.first("data.max_input_seq_length", default=whole))
     draft.set("rollout.max_prompt_length", longest, "data.max_input_seq_length", "policy.max_total_sequence_length")
     draft.set("data.overlong", "filter", "data.max_input_seq_length")
-    draft.set("rollout.temperature", float(draft.get(f"{at}.temperature")), f"{at}.temperature")
-    draft.set("rollout.top_p", float(draft.get(f"{at}.top_p")), f"{at}.top_p")
+    draft.take("rollout.temperature", f"{at}.temperature")
+    draft.take("rollout.top_p", f"{at}.top_p")
     draft.set("rollout.top_k", max(int(draft.get(f"{at}.top_k") or 0), 0), f"{at}.top_k")
     draft.set("rollout.stop_token_ids", draft.get(f"{at}.stop_token_ids"), f"{at}.stop_token_ids")
     draft.set("rollout.stop", draft.get(f"{at}.stop_strings"), f"{at}.stop_strings")
@@ -230,11 +220,9 @@ def _data(draft: Draft, trainer: str, options: Options) -> None:
         )
     known = known or {}
     draft.set("data.name", draft.first(f"{at}.subset", default=known.get("name")), f"{at}.subset")
-    draft.set("data.shuffle", bool(draft.get("data.shuffle")), "data.shuffle")
-    source = {
-        "path": draft.values["data.path"],
-        "split": draft.first(f"{at}.split", default=known.get("split", "train")),
-    }
+    draft.take("data.shuffle", "data.shuffle")
+    split = draft.first(f"{at}.split", default=known.get("split", "train"))
+    source = {"path": draft.values["data.path"], "split": split}
     given = [key for key in draft.settings if key.startswith("data.validation.")]
     other = None if draft.sets("data.validation") and not given else draft.get("data.validation.dataset_name")
     if share := float(draft.get(f"{at}.split_validation_size") or 0):
@@ -300,9 +288,8 @@ def _rewards(draft: Draft, at: str) -> None:
     bounds = [f"algo.reward_scaling.{key}" for key in ("source_min", "source_max", "target_min", "target_max")]
     if draft.get(key := "algo.reward_scaling.enabled"):
         if name == "math":
-            filled = dict(
-                zip(("LOW", "HIGH", "LEAST", "MOST"), (float(draft.get(bound)) for bound in bounds), strict=True)
-            )
+            numbers = (float(draft.get(bound)) for bound in bounds)
+            filled = dict(zip(("LOW", "HIGH", "LEAST", "MOST"), numbers, strict=True))
             known = draft.function("scaled", RULES["functions"]["scaled"], **filled)
         else:
             draft.check(f"{draft.named(key)}: scale the rewards in their function, from {bounds[0]} on")
@@ -317,27 +304,19 @@ def _rewards(draft: Draft, at: str) -> None:
 def _advantage(draft: Draft) -> None:
     """Set the advantages, and which completions and prompts are left out."""
     at = "algo.adv_estimator"
-    normalize, leave = (
-        draft.first(f"{at}.{key}", f"algo.{key}") for key in ("normalize_rewards", "use_leave_one_out_baseline")
-    )
+    names = ("normalize_rewards", "use_leave_one_out_baseline")
+    normalize, leave = (draft.first(f"{at}.{name}", f"algo.{name}") for name in names)
     options = {"leave_one_out": True, "eps": 1e-6} if leave else {"eps": 1e-6}
-    whitened = {"ddof": 0}
+    whitened = "reinforce_plus_plus_baseline" if draft.get(f"{at}.minus_baseline") else "reinforce_plus_plus"
     known = {
         "grpo": with_options("group", options) if normalize or not leave else "rloo",
         "gdpo": with_options("gdpo", options),
         "gae": _gae(draft),
-        "raw_reward": with_options("raw_reward", {}),
-        "reinforce_plus_plus": with_options(
-            "reinforce_plus_plus_baseline" if draft.get(f"{at}.minus_baseline") else "reinforce_plus_plus", whitened
-        ),
+        "raw_reward": "raw_reward",
+        "reinforce_plus_plus": f"{whitened}(ddof=0)",
     }
     shared.check_known(draft.named(key := f"{at}.name"), name := draft.get(key), known)
-    keys = [
-        f"{at}.normalize_rewards",
-        f"{at}.use_leave_one_out_baseline",
-        "algo.normalize_rewards",
-        "algo.use_leave_one_out_baseline",
-    ]
+    keys = [f"{section}.{option}" for section in (at, "algo") for option in names]
     draft.set("algorithm.advantage", known[name], key, *keys, f"{at}.minus_baseline")
     if name == "grpo" and known[name] != "rloo":
         draft.set("algorithm.scale_rewards", "group" if normalize else "none", *keys)
@@ -347,25 +326,13 @@ def _advantage(draft: Draft) -> None:
     if draft.get("algo.use_dynamic_sampling"):
         draft.set("algorithm.dynamic_sampling", True, "algo.use_dynamic_sampling")
         most = "algo.dynamic_sampling_max_gen_batches"
-        draft.set("algorithm.max_sampling_rounds", int(draft.get(most)), most)
+        draft.take("algorithm.max_sampling_rounds", most)
     draft.use("algo.dynamic_sampling_max_gen_batches")
     shaping = "algo.reward_shaping"
     if draft.get(f"{shaping}.enabled"):
-        draft.set(
-            "algorithm.overlong_buffer",
-            int(draft.get(f"{shaping}.overlong_buffer_length")),
-            f"{shaping}.overlong_buffer_length",
-        )
-        draft.set(
-            "algorithm.overlong_penalty",
-            float(draft.get(f"{shaping}.overlong_buffer_penalty")),
-            f"{shaping}.overlong_buffer_penalty",
-        )
-        counted = draft.first(
-            key := f"{shaping}.max_response_length", default=draft.values["rollout.max_completion_length"]
-        )
-        if int(counted) != draft.values["rollout.max_completion_length"]:
-            draft.check(f"{draft.named(key)} = {counted}: the punishment here ends at rollout.max_completion_length")
+        draft.take("algorithm.overlong_buffer", f"{shaping}.overlong_buffer_length")
+        draft.take("algorithm.overlong_penalty", f"{shaping}.overlong_buffer_penalty")
+        shared.check_punished_length(draft, f"{shaping}.max_response_length")
     names = ("enabled", "overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
     draft.use(*(f"{shaping}.{name}" for name in names))
 
@@ -376,19 +343,14 @@ def _gae(draft: Draft) -> str:
     lam, critic = (f"gae_lambda_{name}" for name in ("policy", "value"))
     options = {"gamma": float(draft.first(f"{at}.gae_gamma", default=1.0))}
     alpha = float(draft.get(f"{at}.length_adaptive_alpha") or 0.0)
-    options |= (
-        {"alpha": alpha} if alpha else {"lam": float(draft.first(f"{at}.{lam}", f"{at}.gae_lambda", default=0.95))}
+    of_policy, of_critic = (
+        float(draft.first(f"{at}.{name}", f"{at}.gae_lambda", default=0.95)) for name in (lam, critic)
     )
-    options |= {"lam_critic": float(draft.first(f"{at}.{critic}", f"{at}.gae_lambda", default=0.95))}
-    if options.get("lam") == options["lam_critic"]:
-        del options["lam_critic"]
+    options |= {"alpha": alpha} if alpha else {"lam": of_policy}
+    options |= {"lam_critic": of_critic} if alpha or of_policy != of_critic else {}
     options |= {} if draft.first(f"{at}.normalize_advantages", default=True) else {"whiten_advantages": False}
-    draft.use(
-        *(
-            f"{at}.{name}"
-            for name in ("gae_gamma", "gae_lambda", lam, critic, "length_adaptive_alpha", "normalize_advantages")
-        )
-    )
+    names = ("gae_gamma", "gae_lambda", lam, critic, "length_adaptive_alpha", "normalize_advantages")
+    draft.use(*(f"{at}.{name}" for name in names))
     return with_options("vapo" if alpha else "ppo", options)
 
 
@@ -400,21 +362,16 @@ def _loss(draft: Draft) -> None:
     draft.set("algorithm.epsilon_high", high, f"{at}.ratio_clip_max")
     tokens, rows = draft.get(f"{at}.token_level_loss"), draft.get(f"{at}.sequence_level_importance_ratios")
     draft.set("algorithm.aggregation", "token" if tokens else "sequence", f"{at}.token_level_loss")
-    kinds = [
-        f"{at}.{name}"
-        for name in ("disable_ppo_ratio", "use_cispo", "sequence_level_importance_ratios", "force_on_policy_ratio")
-    ]
+    names = ("disable_ppo_ratio", "use_cispo", "sequence_level_importance_ratios", "force_on_policy_ratio")
+    kinds = [f"{at}.{name}" for name in names]
     if draft.get(kinds[0]):
         draft.set("algorithm.loss", "reinforce", kinds[0])
     elif draft.get(kinds[1]):
         draft.set("algorithm.loss", with_options("cispo", {"minimum": float(f"{1 - low:g}")}), kinds[1])
         draft.set("algorithm.epsilon_high", 1 + high, f"{at}.ratio_clip_max")
     else:
-        set_loss(
-            draft,
-            [("gspo" if rows else "ppo_clip", {"dual_clip": f"{at}.ratio_clip_c"})],
-            kinds[2] if rows else f"{at}.ratio_clip_c",
-        )
+        dual = f"{at}.ratio_clip_c"
+        set_loss(draft, [("gspo" if rows else "ppo_clip", {"dual_clip": dual})], kinds[2] if rows else dual)
     draft.use(*kinds)
     weight = float(draft.get(key := f"{at}.positive_example_nll_weight"))
     draft.set("algorithm.positive_nll_coef", weight, key)
@@ -462,7 +419,7 @@ def _distillation(draft: Draft) -> None:
     """Set the teacher, and the divergence from it."""
     draft.set("teacher.path", draft.get("teacher.model_name"), "teacher.model_name")
     draft.set("teacher.form", "divergence")
-    draft.set("teacher.top_k", int(draft.get("algo.topk_logits_k")), "algo.topk_logits_k")
+    draft.take("teacher.top_k", "algo.topk_logits_k")
     kind = draft.get(key := "loss_fn.kl_type")
     shared.check_known(key, kind, betas := {"forward": 0.0, "reverse": 1.0, "mixed": 0.5})
     draft.set("teacher.beta", betas[kind], key, "loss_fn.mixed_kl_weight")
@@ -486,11 +443,11 @@ def _length(draft: Draft, options: Options) -> None:
 
     The collector of asynchronous GRPO goes once over the rows, that of PPO on and on.
     """
-    draft.set("seed", int(draft.get("algo.seed")), "algo.seed")
+    draft.take("seed", "algo.seed")
     most, epochs = int(draft.get("algo.max_num_steps")), float(draft.get("algo.max_num_epochs") or 1)
     if draft.get("algo.async_grpo.enabled"):
         epochs = math.inf if draft.values["algorithm.name"] == "ppo" else 1.0
-    rows = shared.known_rows(options, draft.values["data.path"], "train")
+    rows = shared.known_rows(options, draft.values["data.path"], draft.values.get("data.split", "train"))
     rows -= int(rows * draft.values.get("eval.fraction", 0.0))
     per_epoch = rows // draft.values["batch.prompts"]
     if math.isfinite(epochs) and ((rows and (most < 0 or per_epoch * epochs < most)) or not 0 < most < 100_000):
@@ -516,18 +473,12 @@ def _rate(draft: Draft, section: str, ours: str) -> None:
 
     draft.set("optimizer.no_decay", ())
     if ours == "optimizer":
-        draft.set("optimizer.max_grad_norm", float(draft.get(key := "policy.max_grad_norm") or 0.0), key)
+        draft.take("optimizer.max_grad_norm", "policy.max_grad_norm", default=0.0)
     if draft.get(f"{section}.megatron_cfg.enabled"):
         at, of = f"{section}.megatron_cfg.optimizer", f"{section}.megatron_cfg.scheduler"
         rate = float(draft.get(f"{at}.lr"))
-        names = {
-            "lr": "learning_rate",
-            "weight_decay": "weight_decay",
-            "adam_beta1": "b1",
-            "adam_beta2": "b2",
-            "adam_eps": "eps",
-        }
-        for key, name in names.items():
+        names = {"lr": "learning_rate", "adam_beta1": "b1", "adam_beta2": "b2", "adam_eps": "eps"}
+        for key, name in {**names, "weight_decay": "weight_decay"}.items():
             put(name, float(draft.get(f"{at}.{key}")), f"{at}.{key}")
         if ours == "optimizer" and (kind := draft.first(f"{at}.optimizer", default="adam")) != "adam":
             shared.optimizer(draft, kind, f"{at}.optimizer")
@@ -541,9 +492,8 @@ def _rate(draft: Draft, section: str, ours: str) -> None:
         put("warmup_init", float(draft.get(f"{of}.lr_warmup_init")) if warm else None, f"{of}.lr_warmup_init")
         if name != "constant":
             put("min_lr_ratio", float(draft.get(f"{at}.min_lr")) / rate, f"{at}.min_lr")
-            put(
-                "schedule_steps", shared.divided(int(draft.get(f"{of}.lr_decay_iters")), passes), f"{of}.lr_decay_iters"
-            )
+            last = shared.divided(int(draft.get(key := f"{of}.lr_decay_iters")), passes)
+            put("schedule_steps", last, key)
         draft.use(f"{at}.min_lr", f"{of}.lr_decay_iters")
         return
     at = f"{section}.optimizer.kwargs"
@@ -584,13 +534,9 @@ def _critic(draft: Draft) -> None:
     else:
         draft.set_none("critic.epsilon", key)
     # A factor of the loss changes nothing but where its gradient is clipped, as Adam divides by it.
-    draft.set(
-        "critic.max_grad_norm",
-        float(draft.get(key := "value.max_grad_norm") or 0.0) / scale,
-        key,
-        "value_loss_fn.scale",
-    )
-    draft.set("critic.warmup_steps", int(draft.get(key := "algo.policy_training_start_step") or 0), key)
+    norm = float(draft.get(key := "value.max_grad_norm") or 0.0) / scale
+    draft.set("critic.max_grad_norm", norm, key, "value_loss_fn.scale")
+    draft.take("critic.warmup_steps", "algo.policy_training_start_step", default=0)
     rows = draft.values["batch.prompts"] * draft.values["rollout.group_size"]
     own = int(draft.first(key := "value.train_global_batch_size", "policy.train_global_batch_size"))
     parts = max(rows // own, 1)
@@ -623,26 +569,22 @@ def _saving(draft: Draft, online: bool) -> None:
     period = int(draft.get("algo.val_period"))
     draft.set("eval.every", period if period > 0 and evaluated else -1, "algo.val_period")
     draft.set("eval.start", max(int(draft.get("algo.val_start_at") or 0), 0), "algo.val_start_at")
-    draft.set("eval.at_start", bool(draft.get("algo.val_at_start")), "algo.val_at_start")
-    draft.set("eval.at_end", bool(draft.get("algo.val_at_end")), "algo.val_at_end")
+    draft.take("eval.at_start", "algo.val_at_start")
+    draft.take("eval.at_end", "algo.val_at_end")
     if online:
         most = draft.get(key := "algo.max_val_samples")
         draft.set("eval.prompts", most and int(most), key)
         if most is None and evaluated:
             draft.check(f"{draft.named(key)} = null evaluates all rows: set eval.prompts to their number")
         samples = "algo.val_num_generations_per_prompt"
-        draft.set("eval.samples", int(draft.first(samples, default=1)), samples)
+        draft.take("eval.samples", samples, default=1)
         draft.set("eval.greedy", False, samples)
         for name in ("temperature", "top_p", "top_k"):
             draft.set(f"eval.{name}", draft.get(f"policy.generation.val_{name}"), f"policy.generation.val_{name}")
     backends = [name for name in ("wandb", "tensorboard", "mlflow", "swanlab") if draft.get(f"logger.{name}_enabled")]
     draft.set("logging.backends", ("console", "jsonl", *backends), *(f"logger.{name}_enabled" for name in backends))
     if backends:
-        kinds = {
-            "wandb": ("project", "name"),
-            "swanlab": ("project", "name"),
-            "mlflow": ("experiment_name", "run_name"),
-        }
+        kinds = {**dict.fromkeys(("wandb", "swanlab"), ("project", "name")), "mlflow": ("experiment_name", "run_name")}
         said = [(f"logger.{name}.{x}", f"logger.{name}.{y}") for name, (x, y) in kinds.items() if name in backends]
         told = {**draft.defaults, **draft.settings}
         shared.tracked(draft, told, [project for project, _ in said], [name for _, name in said])

@@ -62,10 +62,13 @@ def convert(source: Source, options: Options) -> Draft:
         most = int(float(draft.get("data.max_samples"))) if draft.sets("data.max_samples") else 0
         shared.held_out_rows(draft, options, path, split, most, "eval.dataset")
         if trainer == "ppo":
-            draft.set("eval.temperature", float(draft.get("eval.temperature")), "eval.temperature")
-            draft.set("eval.samples", int(draft.get("eval.n_samples_per_prompt")), "eval.n_samples_per_prompt")
+            draft.take("eval.temperature", "eval.temperature")
+            draft.take("eval.samples", "eval.n_samples_per_prompt")
             draft.set("eval.greedy", False, "eval.n_samples_per_prompt")
-    per_epoch = _length(draft, options, trainer)
+    rows = shared.known_rows(options, draft.values.get("data.path"), draft.values.get("data.split", "train"))
+    per_epoch = rows // draft.values["batch.prompts"]  # 0 where the rows are not known
+    epochs = "train.num_episodes" if trainer == "ppo" else "train.max_epochs"
+    shared.epochs(draft, per_epoch, float(draft.get(epochs)), epochs)
     _rate(draft)
     _saving(draft, trainer, per_epoch)
     return draft
@@ -82,12 +85,11 @@ def _model(draft: Draft, options: Options) -> int:
         )
     remat = draft.get(key := "model.gradient_checkpointing_enable")
     draft.set("model.remat", "block" if remat else None, key)
-    if draft.get("ds.load_in_4bit"):
-        draft.set("model.quantize", "nf4", "ds.load_in_4bit")
+    draft.set("model.quantize", "nf4" if draft.get(key := "ds.load_in_4bit") else None, key)
     if rank := int(draft.get("ds.lora.rank")):
         draft.set("lora.rank", rank, "ds.lora.rank")
-        draft.set("lora.alpha", float(draft.get("ds.lora.alpha")), "ds.lora.alpha")
-        draft.set("lora.dropout", float(draft.get("ds.lora.dropout")), "ds.lora.dropout")
+        draft.take("lora.alpha", "ds.lora.alpha")
+        draft.take("lora.dropout", "ds.lora.dropout")
         targets = draft.get("ds.lora.target_modules")
         draft.set("lora.targets", (targets,) if isinstance(targets, str) else tuple(targets), "ds.lora.target_modules")
     if coef := draft.get("model.aux_loss_coef"):
@@ -100,12 +102,11 @@ def _model(draft: Draft, options: Options) -> int:
     count = options.devices or int(draft.get(keys[0]) or 1) * int(draft.get(keys[1]) or 1)
     draft.use(*keys)
     draft.set("optimizer.offload", draft.get("ds.adam_offload"), "ds.adam_offload")
-    draft.set("seed", int(draft.get("train.seed")), "train.seed")
+    draft.take("seed", "train.seed")
     if draft.get("train.enable_ema"):
         draft.check("train.enable_ema has no equivalent: the moving average here is bias-corrected (average.every)")
-    return shared.shared_rows(
-        draft, {"mesh.context": "ds.ring_attn_size", "mesh.tensor": "ds.tensor_parallel_size"}, count
-    )
+    sharing = {"mesh.context": "ds.ring_attn_size", "mesh.tensor": "ds.tensor_parallel_size"}
+    return shared.shared_rows(draft, sharing, count)
 
 
 def _online(draft: Draft, devices: int) -> None:
@@ -171,7 +172,7 @@ def _advantage(draft: Draft, group: int) -> None:
     if path is None and not draft.get("reward.remote_url") and not draft.get("train.agent_func_path"):
         path = str(draft.get("reward.model_name_or_path") or "").split(",")[0] or None
     draft.set("critic.path", path if path != draft.values["model.path"] else None, "critic.model_name_or_path")
-    draft.set("critic.epsilon", float(draft.get("critic.value_clip")), "critic.value_clip")
+    draft.take("critic.epsilon", "critic.value_clip")
     # The first step has the number 0, and the actor learns in those whose number is above freezing_steps.
     draft.set("critic.warmup_steps", max(int(draft.get("critic.freezing_steps")) + 1, 0), "critic.freezing_steps")
 
@@ -185,7 +186,7 @@ def _loss(draft: Draft) -> None:
     set_loss(draft, [("gspo" if kind == "gspo" else "ppo_clip", {"dual_clip": "model.dual_clip"})], key)
     draft.use("model.dual_clip")
     draft.set("algorithm.aggregation", "sequence" if kind == "gspo" else "token", key)
-    draft.set("algorithm.entropy_coef", float(draft.get("model.entropy_coef") or 0.0), "model.entropy_coef")
+    draft.take("algorithm.entropy_coef", "model.entropy_coef", default=0.0)
     at = "algo.advantage.is_correction"
     keys = [f"{at}_{name}" for name in ("enable", "type", "threshold")]
     draft.use(*keys)
@@ -194,9 +195,8 @@ def _loss(draft: Draft) -> None:
     if kind == "gspo":  # whose ratio is then to the sampler
         draft.set("algorithm.old_logps", "sampler", keys[0])
         return
-    set_correction(
-        draft, draft.get(keys[1]), draft.get(keys[2]), draft.get("model.dual_clip"), keys[1], keys[0], keys[2]
-    )
+    kind, bounds, dual = (draft.get(name) for name in (keys[1], keys[2], "model.dual_clip"))
+    set_correction(draft, kind, bounds, dual, keys[1], keys[0], keys[2])
 
 
 def _divergence(draft: Draft) -> None:
@@ -217,7 +217,7 @@ def _divergence(draft: Draft) -> None:
     if target := draft.get("algo.kl.target"):
         draft.set("algorithm.kl_controller", "adaptive", "algo.kl.target")
         draft.set("algorithm.kl_target", float(target), "algo.kl.target")
-        draft.set("algorithm.kl_horizon", float(draft.get("algo.kl.horizon")), "algo.kl.horizon")
+        draft.take("algorithm.kl_horizon", "algo.kl.horizon")
 
 
 def _sampling(draft: Draft) -> None:
@@ -235,8 +235,8 @@ def _sampling(draft: Draft) -> None:
         prompt = max(int(longest) - int(most), 1)
     draft.set("rollout.max_prompt_length", int(prompt), "prompt_max_len", "data.max_len")
     draft.set("rollout.min_completion_length", 1)  # min_tokens of its SamplingParams
-    draft.set("rollout.temperature", float(draft.get("rollout.temperature")), "rollout.temperature")
-    draft.set("rollout.top_p", float(draft.get("rollout.top_p")), "rollout.top_p")
+    draft.take("rollout.temperature", "rollout.temperature")
+    draft.take("rollout.top_p", "rollout.top_p")
     engines, tensor = int(draft.get("vllm.num_engines") or 0), int(draft.get("vllm.tensor_parallel_size") or 1)
     keys = ("vllm.num_engines", "vllm.tensor_parallel_size")
     if engines and not draft.get("train.colocate_all"):
@@ -245,17 +245,11 @@ def _sampling(draft: Draft) -> None:
         draft.set("rollout.mesh", f"tensor={tensor}", keys[1])
     draft.use(*keys, "train.colocate_all")
     if draft.get("train.async_enable"):
-        draft.set(
-            "rollout.staleness",
-            int(draft.get("train.async_queue_size") or 1),
-            "train.async_enable",
-            "train.async_queue_size",
-        )
-        draft.set("rollout.update_in_flight", draft.get("train.partial_rollout_enable"), "train.partial_rollout_enable")
-        if (
-            draft.values.get("algorithm.old_logps") != "sampler"
-            and "algorithm.importance_correction" not in draft.values
-        ):
+        waiting = int(draft.get(key := "train.async_queue_size") or 1)
+        draft.set("rollout.staleness", waiting, "train.async_enable", key)
+        draft.set("rollout.update_in_flight", draft.get(partial := "train.partial_rollout_enable"), partial)
+        with_sampler = draft.values.get("algorithm.old_logps") == "sampler"
+        if not with_sampler and "algorithm.importance_correction" not in draft.values:
             draft.set("algorithm.importance_correction", "token_truncate", "train.async_enable")
             draft.check("train.async_enable: rows of an earlier policy are corrected for here, by token_truncate")
     if draft.get("algo.dynamic_filtering_enable"):
@@ -342,11 +336,7 @@ def _rewards(draft: Draft) -> None:
         draft.check(f"{draft.named(key)} has no equivalent: rewards are not divided by a running deviation")
     if (length := draft.get("reward.overlong_buffer_len")) is not None:
         draft.set("algorithm.overlong_buffer", int(length), "reward.overlong_buffer_len")
-        draft.set(
-            "algorithm.overlong_penalty",
-            float(draft.get("reward.overlong_penalty_factor")),
-            "reward.overlong_penalty_factor",
-        )
+        draft.take("algorithm.overlong_penalty", "reward.overlong_penalty_factor")
     draft.use("reward.overlong_penalty_factor")
     if (factor := draft.get(key := "reward.stop_properly_penalty_coef")) is not None:
         draft.use(key)
@@ -360,22 +350,20 @@ def _offline(draft: Draft, trainer: str, devices: int) -> None:
     """Set the batch, the rows and the loss of the other commands."""
     rows, each = int(draft.get("train.batch_size")), 2 if trainer in ("dpo", "rm", "kto") else 1
     draft.set("batch.prompts", rows, "train.batch_size")
-    shared.microbatch_rows(
-        draft, int(draft.get("train.micro_batch_size")) * devices * each, rows * each, "train.micro_batch_size"
-    )
-    draft.use("train.micro_batch_size")
+    micro = int(draft.get(key := "train.micro_batch_size")) * devices * each
+    shared.microbatch_rows(draft, micro, rows * each, key)
     _paths(draft, "data.dataset", "data.dataset_probs", "data.dataset_split")
-    draft.set("data.max_length", int(draft.get("data.max_len")), "data.max_len")
+    draft.take("data.max_length", "data.max_len")
     draft.set("data.overlong", "truncate_right", "data.max_len")
     draft.set("data.chat_template", draft.get("data.tokenizer_chat_template"), "data.tokenizer_chat_template")
     if trainer == "sft":
-        draft.set("data.packing", bool(draft.get("ds.packing_samples")), "ds.packing_samples")
+        draft.take("data.packing", "ds.packing_samples")
         draft.set("algorithm.aggregation", "token")
     elif trainer == "rm":
         shared.check_known(draft.named(key := "model.loss_type"), draft.get(key), ("sigmoid", "logexp"))
         draft.set("algorithm.loss", "bradley_terry", key)
     else:
-        draft.set("algorithm.beta", float(draft.get("model.beta")), "model.beta")
+        draft.take("algorithm.beta", "model.beta")
         reference = draft.get(key := "ref.model_name_or_path")
         if reference not in (None, draft.values["model.path"]):
             draft.use(key)
@@ -392,9 +380,7 @@ def _offline(draft: Draft, trainer: str, devices: int) -> None:
             draft.set("algorithm.loss", f"{name}+sft" if likely else name, *keys)
             if likely:
                 draft.set("algorithm.loss_weights", (1.0, likely), "model.nll_loss_coef")
-                draft.check(
-                    "model.nll_loss_coef: the likelihood is a mean over tokens here, and over completions there"
-                )
+                draft.check("model.nll_loss_coef: the likelihood is a mean over tokens here, over completions there")
     _rows(draft, trainer)
 
 
@@ -403,14 +389,11 @@ def _rows(draft: Draft, trainer: str) -> None:
     chat, template = draft.get("data.apply_chat_template"), repr(_template(draft))
     given, answer, label = (draft.get(f"data.{key}_key") for key in ("input", "output", "label"))
     labelled = f', "label": row["{label}"]' if trainer == "kto" else ""
-    keys = [f"data.{key}" for key in ("input_key", "output_key", "label_key", "apply_chat_template", "input_template")]
+    columns = ("prompt", "chosen", "rejected") if trainer in ("dpo", "rm") else ("input", "output", "label")
+    keys = [*(f"data.{name}_key" for name in columns), "data.apply_chat_template", "data.input_template"]
     if trainer in ("dpo", "rm"):
         names = {"CHOSEN": draft.get("data.chosen_key"), "REJECTED": draft.get("data.rejected_key")}
         prompt = draft.get("data.prompt_key")
-        keys = [
-            f"data.{key}"
-            for key in ("prompt_key", "chosen_key", "rejected_key", "apply_chat_template", "input_template")
-        ]
         names["PROMPT_KEY"] = str(bool(prompt))
         names["PROMPT"] = f'row["{prompt}"]' if chat else f'{template}.format(row["{prompt}"])'
         names["MARGIN"] = ', "margin": row["margin"]' if draft.get("model.margin_loss_enable") else ""
@@ -421,9 +404,8 @@ def _rows(draft: Draft, trainer: str) -> None:
         draft.set("data.loss_on", "all", "model.pretrain_mode_enable")
         draft.set("data.format", f"completion(field={given!r})", "data.input_key")
     elif draft.get("data.multiturn"):
-        draft.set(
-            "data.format", with_options("chat_template", {"field_messages": given}), "data.multiturn", "data.input_key"
-        )
+        function = with_options("chat_template", {"field_messages": given})
+        draft.set("data.format", function, "data.multiturn", "data.input_key")
     else:
         rows = f'row["{given}"], row["{answer}"]' if answer else f'row["{given}"][:-1], row["{given}"][-1:]'
         filled = {"ROWS": rows, "INPUT": given, "OUTPUT": answer or given, "TEMPLATE": template, "LABELLED": labelled}
@@ -432,23 +414,14 @@ def _rows(draft: Draft, trainer: str) -> None:
     draft.use(*keys)
 
 
-def _length(draft: Draft, options: Options, trainer: str) -> int:
-    """Set the steps of the run; return those of a pass over the rows, 0 where their number is not known."""
-    key = "train.num_episodes" if trainer == "ppo" else "train.max_epochs"
-    rows = shared.known_rows(options, draft.values.get("data.path"), "train")
-    per_epoch = rows // draft.values["batch.prompts"]
-    shared.epochs(draft, per_epoch, float(draft.get(key)), key)
-    return per_epoch
-
-
 def _rate(draft: Draft) -> None:
     """Set the optimizer and the learning rate, and those of the critic of gae."""
-    draft.set("optimizer.eps", float(draft.get("adam.eps")), "adam.eps")
-    draft.set("optimizer.warmup_ratio", float(draft.get("lr_warmup_ratio")), "lr_warmup_ratio")
+    draft.take("optimizer.eps", "adam.eps")
+    draft.take("optimizer.warmup_ratio", "lr_warmup_ratio")
     sections = {"": "optimizer"} | ({"critic.": "critic"} if draft.values["algorithm.name"] == "ppo" else {})
     for at, ours in sections.items():
         for theirs, name in RATES.items():
-            draft.set(f"{ours}.{name}", float(draft.get(f"{at}{theirs}")), f"{at}{theirs}")
+            draft.take(f"{ours}.{name}", f"{at}{theirs}")
         shared.betas(draft, f"{at}adam.betas", ours)
         name = str(draft.get(key := f"{at}lr_scheduler"))
         shared.schedule(draft, name, key, f"{ours}.schedule")
@@ -461,7 +434,7 @@ def _rate(draft: Draft) -> None:
             draft.check("critic.optim = muon has no equivalent: the whole critic has adamw, at critic.adam.lr")
     if draft.get("optim") == "muon":
         draft.set("optimizer.name", "muon", "optim")
-        draft.set("optimizer.learning_rate", float(draft.get("muon.lr")), "muon.lr")
+        draft.take("optimizer.learning_rate", "muon.lr")
         draft.check(
             f"optim = muon: {draft.named('muon.lr')} is the rate of all parameters here; those that are no matrices of "
             f"layers have {draft.named('adam.lr')} = {draft.get('adam.lr')} there (optimizer.rate_factors)"
@@ -474,7 +447,7 @@ def _saving(draft: Draft, trainer: str, per_epoch: int) -> None:
     draft.set("output_dir", draft.get("ckpt.output_dir"), "ckpt.output_dir")
     every = max(int(draft.get("ckpt.save_steps")), 0)
     draft.set("checkpoint.every", every, "ckpt.save_steps")
-    draft.set("checkpoint.keep", int(draft.get("ckpt.max_num")), "ckpt.max_num")
+    draft.take("checkpoint.keep", "ckpt.max_num")
     if every and draft.get("ckpt.save_hf"):
         draft.set("checkpoint.contents", ("state", "hf"), "ckpt.save_hf")
     draft.use("ckpt.save_hf")

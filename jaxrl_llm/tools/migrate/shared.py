@@ -42,6 +42,14 @@ def known_rows(options: Options, path: Any, split: str) -> int:
     return _counted(tuple((file, Path(file).expanduser().stat().st_mtime_ns) for file in files), split)
 
 
+def all_rows(options: Options, sources: Iterable[Mapping[str, Any]]) -> int:
+    """Return the rows of all data sets together: those of --rows, or their sum; 0 where one's number is not known."""
+    counts = [
+        known_rows(options, one.get("data_files") or one.get("path"), one.get("split") or "train") for one in sources
+    ]
+    return options.rows or (sum(counts) if all(counts) else 0)
+
+
 @functools.cache
 def _counted(files: tuple[tuple[str, int], ...], split: str) -> int:
     names = [file for file, _ in files]
@@ -283,6 +291,14 @@ def microbatch_rows(draft: Draft, rows: int, minibatch: int, *keys: str, ours: s
         return
     fitting = max(size for size in range(1, rows + 1) if minibatch % size == 0)
     draft.set(ours, fitting, *keys)
+
+
+def check_punished_length(draft: Draft, key: str) -> None:
+    """Note a length up to which theirs punishes long completions, where it is not that of the longest one."""
+    longest = draft.get(key)
+    if longest is not None and int(longest) != draft.values["rollout.max_completion_length"]:
+        draft.check(f"{draft.named(key)} = {longest}: the punishment here ends at rollout.max_completion_length")
+    draft.use(key)
 
 
 def check_known(key: str, name: Any, known: Iterable[str]) -> None:

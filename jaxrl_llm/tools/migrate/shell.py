@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.tools.migrate.values import ARITHMETIC
 
 SPACE = re.compile(r"(?:\\\r?\n|[ \t\r])+|#[^\n]*")
 REDIRECTION = re.compile(r"(?:\d*|&)(?:>>?|<)(&[\d-])?[ \t]*")
@@ -20,16 +21,7 @@ ASSIGNED = re.compile(r"(\w+)\+?=(.*)", re.DOTALL)
 OPERATION = re.compile(r":?[-=+?]|##?|%%?|//?|\^\^|,,|:")
 # Words before a command, or before an assignment.
 PREFIXES = re.compile(r"if|then|else|elif|do|while|until|!|time|\{|export|local|declare|readonly|typeset|-[axrg]")
-SUMS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-
-REAL = SUMS | {ast.Div: operator.truediv}  # of awk
+SUMS = ARITHMETIC | {ast.Div: operator.floordiv}  # of integers; awk has those of ARITHMETIC
 AWK = re.compile(r'\s*BEGIN\s*\{\s*(?:print|printf\s*"([^"]*)"\s*,)\s*([^;{}"]+?)\s*;?\s*\}\s*')
 
 
@@ -214,8 +206,8 @@ class Shell:
     def _formatted(self, form: str, sum_: str, whole: str) -> str:
         """Return a sum of numbers as awk and printf write it."""
         try:
-            return form % float(_computed(ast.parse(sum_.strip(), mode="eval").body, REAL))
-        except (SyntaxError, TypeError, ValueError, ZeroDivisionError):
+            return form.replace("%s", "%.6g") % float(_computed(ast.parse(sum_.strip(), mode="eval").body, ARITHMETIC))
+        except (ArithmeticError, SyntaxError, TypeError, ValueError):
             return whole
 
     def _sum(self, whole: str) -> str:
@@ -223,7 +215,7 @@ class Shell:
         named = re.sub(r"\b[A-Za-z_]\w*\b", lambda name: self.variables.get(name[0], name[0]), inner)
         try:
             return str(_computed(ast.parse(named.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError):
+        except (ArithmeticError, SyntaxError, ValueError):
             return whole
 
     def _close(self, text: str, at: int) -> int:

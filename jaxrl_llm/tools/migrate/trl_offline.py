@@ -1,21 +1,18 @@
 """The trainers of TRL that learn from rows: SFT, preferences and reward models."""
 
-from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate import shared
 from jaxrl_llm.tools.migrate.draft import Draft
 from jaxrl_llm.tools.migrate.losses import set_loss
-from jaxrl_llm.tools.migrate.trl_settings import NAMES, ROWS, reference_sync
+from jaxrl_llm.tools.migrate.trl_settings import NAMES, batch, reference_sync
 
 
 def offline(draft: Draft, trainer: str, devices: int) -> int:
     """Set the batch and the loss of SFT, preferences and reward models."""
-    per_device, accumulation = (int(draft.get(key)) for key in ROWS)
-    draft.set("batch.prompts", per_device * devices * accumulation, *ROWS)
     # A pair, or a labelled row with its mismatch, is two rows; a pair with its gold completion is three.
     rows = 1 if trainer in ("sft", "prm") or draft.get("loss_type") == "apo_zero_unpaired" else 2
     if trainer == "tpo" and draft.get("tpo_alpha"):
         rows = 3
-    shared.microbatch_rows(draft, per_device * devices * rows, per_device * devices * accumulation * rows, *ROWS)
+    batch(draft, devices, rows)
     names = {"sft": "sft", "reward": "reward_model", "prm": "process_reward_model"}
     draft.set("algorithm.name", names.get(trainer, "preference"))
     if trainer == "sft":
@@ -25,7 +22,7 @@ def offline(draft: Draft, trainer: str, devices: int) -> int:
     elif trainer == "prm":
         _prm(draft)
     else:
-        draft.set("algorithm.beta", float(draft.get("beta")), "beta")
+        draft.take("algorithm.beta", "beta")
         _preference(draft, trainer)
     if draft.get(key := "group_by_length"):
         if draft.get("packing"):
@@ -106,8 +103,8 @@ def _preference(draft: Draft, trainer: str) -> None:
                 "simpo alone here"
             )
     options = {**NAMES["options"], "alpha": "f_alpha_divergence_coef"}
-    if draft.sets(key := "f_divergence_type") and draft.get(key) not in NAMES["divergences"]:
-        raise ConfigError(f"{key} is {draft.get(key)!r}, but there are {', '.join(NAMES['divergences'])}")
+    if draft.sets(key := "f_divergence_type"):
+        shared.check_known(key, draft.get(key), NAMES["divergences"])
     rpo = ("rpo_alpha",) if draft.sets("rpo_alpha") else ()
     if trainer == "dpo" and draft.get("rpo_alpha") is not None:
         kinds, weights = [*kinds, "sft"], [*(weights or [1.0] * len(kinds)), float(draft.get("rpo_alpha"))]

@@ -2,10 +2,11 @@
 
 import math
 
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.tools.migrate import distillation, shared
 from jaxrl_llm.tools.migrate.draft import Draft
 from jaxrl_llm.tools.migrate.losses import set_loss, with_options
-from jaxrl_llm.tools.migrate.trl_settings import NAMES, ROWS, reference_sync
+from jaxrl_llm.tools.migrate.trl_settings import NAMES, ROWS, batch, reference_sync
 
 TAUGHT = ("distillation", "serverdistillation", "asyncdistillation", "gkd", "gold", "iwopd")  # by a teacher
 REWARD_MODELS = ("reward_model_name_or_path", "reward_model_path", "reward_model")
@@ -48,7 +49,7 @@ def grpo(draft: Draft, trainer: str, devices: int) -> int:
         draft.check("loss_type bnpo is a mean over the tokens of each device's micro-batch there, over all tokens here")
     draft.set("algorithm.aggregation", means, "loss_type", "steps_per_generation")
     if beta:
-        draft.set("algorithm.kl_bias_correction", bool(draft.get("use_bias_correction_kl")), "use_bias_correction_kl")
+        draft.take("algorithm.kl_bias_correction", "use_bias_correction_kl")
     keys = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode")
     if draft.get("use_vllm") and draft.get(keys[0]):
         mode = str(draft.get(keys[1]))
@@ -84,18 +85,15 @@ def gmpo(draft: Draft, trainer: str, devices: int) -> int:
 def asyncgrpo(draft: Draft, trainer: str, devices: int) -> int:
     """Set what GRPO's trainer has, with samples of earlier policies, whose log-probs the ratio compares with."""
     updates = _online(draft, devices)
-    lag = int(draft.get("max_staleness")) * int(draft.get("weight_sync_steps"))
-    draft.set("rollout.staleness", lag, "max_staleness", "weight_sync_steps")
-    draft.set("algorithm.old_logps", "sampler")
+    _staleness(
+        draft,
+        "AsyncGRPOTrainer takes what is ready and at most as old, and divides its advantages by the standard deviation "
+        "over n, not n - 1",
+    )
     several = int(draft.get("gradient_accumulation_steps")) > 1
     draft.set("algorithm.aggregation", "microbatch_token" if several else "token", "gradient_accumulation_steps")
     draft.set("data.shuffle", False)
-    draft.check(
-        f"a batch here is of the policy {lag} updates before (rollout.staleness); AsyncGRPOTrainer takes what is ready "
-        "and at most as old, and divides its advantages by the standard deviation over n, not n - 1"
-    )
     budget = draft.get("token_budget")
-    draft.use("token_budget")
     if budget is None or budget > 0:
         draft.check(
             "an update there has as many completions as token_budget (by default the server's max_model_len) has room "
@@ -116,16 +114,14 @@ def rloo(draft: Draft, trainer: str, devices: int) -> int:
 
 def a2po(draft: Draft, trainer: str, devices: int) -> int:
     """Set a completion of each prompt, the reference's scores before the first step, and the regression on them."""
-    per_device, accumulation = (int(draft.get(key)) for key in ROWS)
-    draft.set("batch.prompts", per_device * devices * accumulation, *ROWS)
-    shared.microbatch_rows(draft, per_device * devices, per_device * devices * accumulation, *ROWS)
+    batch(draft, devices)
     draft.set("rollout.group_size", 1)
     _rewards(draft)
     draft.set("algorithm.advantage", with_options("a2po", {"beta1": draft.get("beta1")}), "beta1")
     draft.set("algorithm.loss", with_options("a2po", {"beta2": draft.get("beta2")}), "beta2")
     draft.set("algorithm.aggregation", "sequence")
-    draft.set("algorithm.reference_samples", int(draft.get("num_value_samples")), "num_value_samples")
-    draft.set("algorithm.drop_unsolved", bool(draft.get("filter_all_incorrect")), "filter_all_incorrect")
+    draft.take("algorithm.reference_samples", "num_value_samples")
+    draft.take("algorithm.drop_unsolved", "filter_all_incorrect")
     if draft.get("filter_all_incorrect") and int(draft.get("max_steps") or -1) <= 0:
         draft.check(
             "num_train_epochs counts the prompts that the reference has solved there, and all here: set total_steps"
@@ -135,10 +131,8 @@ def a2po(draft: Draft, trainer: str, devices: int) -> int:
 
 def onlinedpo(draft: Draft, trainer: str, devices: int) -> int:
     """Set two completions of each prompt, and the loss of the pair that their rewards make of them."""
-    per_device, accumulation = (int(draft.get(key)) for key in ROWS)
     draft.set("algorithm.name", "online_preference")
-    draft.set("batch.prompts", per_device * devices * accumulation, *ROWS)
-    shared.microbatch_rows(draft, 2 * per_device * devices, 2 * per_device * devices * accumulation, *ROWS)
+    batch(draft, devices, 2)
     draft.set("rollout.group_size", 2)
     _rewards(draft)
     betas, kind = draft.get("beta"), draft.get("loss_type")
@@ -186,7 +180,7 @@ def ppo(draft: Draft, trainer: str, devices: int) -> int:
     draft.set("algorithm.kl_in_reward", float(draft.get("kl_coef")) > 0, "kl_coef")
     draft.set("algorithm.aggregation", "microbatch_token" if accumulation > 1 else "token")
     for side in ("low", "high"):
-        draft.set(f"algorithm.epsilon_{side}", float(draft.get("cliprange")), "cliprange")
+        draft.take(f"algorithm.epsilon_{side}", "cliprange")
     draft.set("critic.learning_rate", float(draft.get("learning_rate")), "learning_rate", "vf_coef")
     keys = ("value_model", *REWARD_MODELS)
     draft.set("critic.path", draft.first(*keys), *keys)
@@ -203,28 +197,34 @@ def ppo(draft: Draft, trainer: str, devices: int) -> int:
 
 def distil(draft: Draft, trainer: str, devices: int) -> int:
     """Set the batch, the completions of a prompt, the tools and the teacher."""
-    per_device, accumulation = (int(draft.get(key)) for key in ROWS)
-    grouped = trainer in ("iwopd", "gold")
-    group = int(draft.get("num_generations")) if grouped else 1
-    keys = (*ROWS, "num_generations", "generation_batch_size") if grouped else ROWS
-    draft.set("batch.prompts", per_device * devices * accumulation // group, *keys)
-    draft.set("rollout.group_size", group, *keys[2:3])
-    shared.microbatch_rows(draft, per_device * devices, per_device * devices * accumulation, *ROWS)
+    batch(draft, devices)
+    draft.set("rollout.group_size", 1)
+    if trainer in ("iwopd", "gold"):  # whose rows are completions
+        group = int(draft.get("num_generations"))
+        keys = (*ROWS, "num_generations", "generation_batch_size")
+        draft.set("batch.prompts", draft.values["batch.prompts"] // group, *keys)
+        draft.set("rollout.group_size", group, "num_generations")
     _environment(draft)
     if trainer not in ("serverdistillation", "asyncdistillation"):
         distillation.of_trl(draft, trainer)
         return 1
     distillation.served_of_trl(draft, trainer)
     if trainer == "asyncdistillation":
-        lag = int(draft.get("max_staleness")) * int(draft.get("weight_sync_steps"))
-        draft.set("rollout.staleness", lag, "max_staleness", "weight_sync_steps")
-        draft.set("algorithm.old_logps", "sampler")
-        draft.use("token_budget")
-        draft.check(
-            f"a batch here is of the policy {lag} updates before (rollout.staleness); AsyncDistillationTrainer takes "
-            "what is ready and at most as old, as many rows as token_budget has room for: set batch.prompts by its log"
+        _staleness(
+            draft,
+            "AsyncDistillationTrainer takes what is ready and at most as old, as many rows as token_budget has room "
+            "for: set batch.prompts by its log",
         )
     return 1
+
+
+def _staleness(draft: Draft, differs: str) -> None:
+    """Set how old the policy of a batch is, and note how the batches there differ."""
+    lag = int(draft.get("max_staleness")) * int(draft.get("weight_sync_steps"))
+    draft.set("rollout.staleness", lag, "max_staleness", "weight_sync_steps")
+    draft.set("algorithm.old_logps", "sampler")
+    draft.use("token_budget")
+    draft.check(f"a batch here is of the policy {amount(lag, 'update')} before (rollout.staleness); {differs}")
 
 
 def sdpo(draft: Draft, trainer: str, devices: int) -> int:
@@ -258,7 +258,7 @@ def _online(draft: Draft, devices: int) -> int:
     low, high = float(draft.get("epsilon")), draft.get("epsilon_high")
     draft.set("algorithm.epsilon_low", low, "epsilon")
     draft.set("algorithm.epsilon_high", low if high is None else float(high), "epsilon_high", "epsilon")
-    draft.set("algorithm.beta", float(draft.get("beta") or 0), "beta")
+    draft.take("algorithm.beta", "beta", default=0.0)
     reference_sync(draft, updates)
     return updates
 
@@ -308,7 +308,7 @@ def _rewards(draft: Draft) -> None:
     """Set the reward model, which TRL puts first, and the functions, by our names where they are TRL's own."""
     model, functions = draft.first(*REWARD_MODELS), draft.get("reward_funcs") or ()
     functions = (functions,) if isinstance(functions, str) else functions
-    names = (*((f"model:{model}",) if model else ()), *(_reward(draft, name) for name in functions))
+    names = (*((f"model:{model}",) if model else ()), *map(_reward, functions))
     if draft.get(own := "environment_factory.get_reward"):
         names, weights = (*names, "environment"), draft.values.get("rewards.weights")
         draft.set("rewards.weights", weights and (*weights, 1.0), "reward_weights", own)
@@ -319,9 +319,9 @@ def _rewards(draft: Draft) -> None:
     draft.set("rewards.functions", names, *REWARD_MODELS, "reward_funcs", own)
 
 
-def _reward(draft: Draft, name: str) -> str:
+def _reward(name: str) -> str:
     """Return the name of a reward here: TRL's own by ours, a path or hub id as a reward model."""
-    plain = name.rpartition(":")[2].rpartition(".")[2]
     if ".py:" in name:
         return name
+    plain = name.rpartition(":")[2].rpartition(".")[2]
     return NAMES["rewards"].get(plain) or (f"model:{name}" if "/" in name and ":" not in name else name)

@@ -79,7 +79,7 @@ def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
         draft.set("eval.start", math.ceil(delay * (per_epoch or total) if by_epoch else delay / updates), "eval_delay")
     draft.use("eval_delay", "evaluation_strategy", "eval_steps", "save_steps", "do_eval", "eval_on_start")
     if draft.values["eval.every"] >= 0:
-        draft.set("eval.at_start", bool(draft.get("eval_on_start")), "eval_on_start")
+        draft.take("eval.at_start", "eval_on_start")
     _saved(draft)
     if not evaluated:
         draft.set("eval.every", -1, "train_test_split", "test_split_size")
@@ -101,7 +101,7 @@ def length(draft: Draft, trainer: str, updates: int, options: Options) -> None:
     shared.tracked(draft, draft.settings, PROJECTS, ("run_name", "WANDB_NAME"))
     if isinstance(draft.get("resume_from_checkpoint"), str):
         draft.set("checkpoint.resume", draft.get("resume_from_checkpoint"), "resume_from_checkpoint")
-    draft.set("seed", int(draft.get("seed")), "seed")
+    draft.take("seed", "seed")
     draft.use("resume_from_checkpoint", "logging_steps", "data_seed")
 
 
@@ -120,7 +120,7 @@ def _saved(draft: Draft) -> None:
         greater = draft.first("greater_is_better", default=not name.endswith("loss"))
         draft.set("checkpoint.best", f"eval/{name}", *keys)
         draft.set("checkpoint.best_mode", "max" if greater else "min", "greater_is_better", *keys)
-        draft.set("export.best", bool(draft.get("load_best_model_at_end")), "load_best_model_at_end")
+        draft.take("export.best", "load_best_model_at_end")
     if draft.get("save_only_model"):
         draft.set("checkpoint.contents", ("hf",), "save_only_model")
         if "checkpoint.best" in draft.values:
@@ -144,7 +144,7 @@ def _saved(draft: Draft) -> None:
                     draft.check(f"hub_strategy is {strategy}: each checkpoint's model is pushed, its optimizer not")
         else:
             draft.check("push_to_hub: neither hub_model_id nor output_dir names a repository: set export.push_to_hub")
-        draft.set("export.private", bool(draft.get("hub_private_repo")), "hub_private_repo")
+        draft.take("export.private", "hub_private_repo")
         draft.use(*keys)
 
 

@@ -30,6 +30,14 @@ GENERATION = {name: f"rollout.{name}" for name in SAME} | {
 }
 
 
+def batch(draft: Draft, devices: int, each: int = 1) -> None:
+    """Set the rows of the data in a batch, one update, and the rows of a micro-batch, `each` for a row of the data."""
+    per_device, accumulation = (int(draft.get(key)) for key in ROWS)
+    draft.set("batch.prompts", per_device * devices * accumulation, *ROWS)
+    at_once = per_device * devices * each
+    shared.microbatch_rows(draft, at_once, at_once * accumulation, *ROWS)
+
+
 def generation(draft: Draft) -> None:
     """Set how completions are sampled, from a dictionary under the names of transformers and of vLLM."""
     values = draft.get(key := "generation_kwargs")
@@ -85,7 +93,7 @@ def model(draft: Draft) -> None:
         draft.set("lora.rank", draft.first("r", "lora_r", default=rank), "r", "lora_r", "use_peft", "peft_config")
         draft.set("lora.alpha", draft.first("lora_alpha", default=alpha), "lora_alpha")
         draft.set("lora.dropout", draft.first("lora_dropout", default=dropout), "lora_dropout")
-        draft.set("lora.rslora", bool(draft.get("use_rslora")), "use_rslora")
+        draft.take("lora.rslora", "use_rslora")
         dora, quantized = bool(draft.get("use_dora")), draft.get("load_in_4bit") or draft.get("load_in_8bit")
         draft.set("lora.dora", dora and not quantized, "use_dora")
         if dora and quantized:
@@ -177,9 +185,9 @@ def data(draft: Draft, trainer: str) -> None:
         if draft.get("max_length") is None:
             draft.check("max_length is None, which is no limit; data.max_length is 1024 here")
         else:
-            draft.set("data.max_length", int(draft.get("max_length")), "max_length")
+            draft.take("data.max_length", "max_length")
     elif draft.get("max_prompt_length"):
-        draft.set("rollout.max_prompt_length", int(draft.get("max_prompt_length")), "max_prompt_length")
+        draft.take("rollout.max_prompt_length", "max_prompt_length")
         draft.set("data.overlong", "truncate_left", "max_prompt_length")
     elif trainer != "iwopd":
         draft.check(
@@ -191,7 +199,7 @@ def data(draft: Draft, trainer: str) -> None:
 def _mixture(draft: Draft) -> None:
     """Set the sources of a mixture, of which the splits, names and streams of a single data set say nothing."""
     draft.drop("data.name", "data.split")
-    draft.set("data.streaming", bool(draft.get("streaming")), "streaming")
+    draft.take("data.streaming", "streaming")
     entries, sources = draft.get("datasets"), []
     if not isinstance(entries, list | tuple):
         raise ConfigError(f"datasets is {short(entries)}, and not a list of entries with a path each")

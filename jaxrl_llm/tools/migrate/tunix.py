@@ -129,7 +129,7 @@ def _model(draft: Draft) -> None:
     draft.set("model.remat", {None: None, 1: "none"}.get(remat, "block"), "model.remat_config")
     if rank := draft.get("model.lora_config.rank"):
         draft.set("lora.rank", int(rank), "model.lora_config.rank")
-        draft.set("lora.alpha", float(draft.get("model.lora_config.alpha")), "model.lora_config.alpha")
+        draft.take("lora.alpha", "model.lora_config.alpha")
         pattern = str(draft.get(key := "model.lora_config.module_path"))
         words = [word for word in re.findall(r"\w+", pattern) if "_" in word]
         modules = [module for word in words for module in RULES["modules"].get(word, [word])]
@@ -156,11 +156,8 @@ def _mesh(draft: Draft, section: str) -> dict[str, int]:
     if not all(given):
         return {}
     names, sizes = (ast.literal_eval(one) if isinstance(one, str) else one for one in given)
-    shared.check_known(
-        f"{draft.named(section)}.axis_names",
-        next((n for n in names if n not in RULES["axes"]), names[0]),
-        RULES["axes"],
-    )
+    for name in names:
+        shared.check_known(f"{draft.named(section)}.axis_names", name, RULES["axes"])
     return {RULES["axes"][name]: int(size) for name, size in zip(names, sizes, strict=True) if size != 1}
 
 
@@ -193,7 +190,7 @@ def _batch(draft: Draft, online: bool, group: int) -> int:
         shared.microbatch_rows(draft, int(rows) * group, mini * group, key)
     if rows := draft.get(key := "training.compute_logps_micro_batch_size"):
         shared.microbatch_rows(draft, int(rows) * group, mini * group, key, ours="batch.logps_microbatch_rows")
-    draft.set("algorithm.num_iterations", int(draft.get("algorithm.num_iterations")), "algorithm.num_iterations")
+    draft.take("algorithm.num_iterations", "algorithm.num_iterations")
     return draft.values["batch.minibatches"] * draft.values["algorithm.num_iterations"]
 
 
@@ -252,24 +249,20 @@ def _sampling(draft: Draft, script: bool) -> None:
     """Set the lengths of prompts and completions, and how these are sampled."""
     at = "rollout_config"
     keys = ([] if script else [f"{at}.total_generation_steps"]) + [f"{at}.max_tokens_to_generate"]
-    draft.set("rollout.max_completion_length", int(draft.first(*keys)), *keys)
-    draft.set("rollout.max_prompt_length", int(draft.get(f"{at}.max_prompt_length")), f"{at}.max_prompt_length")
-    draft.set("rollout.temperature", float(draft.get(f"{at}.temperature")), f"{at}.temperature")
+    draft.take("rollout.max_completion_length", *keys)
+    draft.take("rollout.max_prompt_length", f"{at}.max_prompt_length")
+    draft.take("rollout.temperature", f"{at}.temperature")
     draft.set("rollout.top_p", float(draft.get(f"{at}.top_p") or 1.0), f"{at}.top_p")
     draft.set("rollout.top_k", max(int(draft.get(f"{at}.top_k") or 0), 0), f"{at}.top_k")
     draft.set("rollout.stop_token_ids", draft.get(f"{at}.eos_tokens"), f"{at}.eos_tokens")
-    draft.set("rollout.staleness", int(draft.get("algorithm.off_policy_steps") or 0), "algorithm.off_policy_steps")
+    draft.take("rollout.staleness", "algorithm.off_policy_steps", default=0)
     draft.set("eval.every", -1)
 
 
 def _clipping(draft: Draft) -> None:
     """Set the range of the ratio."""
-    low, high = (
-        draft.first("algorithm.epsilon_low", "algorithm.epsilon"),
-        draft.first("algorithm.epsilon_high", "algorithm.epsilon"),
-    )
-    draft.set("algorithm.epsilon_low", float(low), "algorithm.epsilon_low", "algorithm.epsilon")
-    draft.set("algorithm.epsilon_high", float(high), "algorithm.epsilon_high", "algorithm.epsilon")
+    for key in ("algorithm.epsilon_low", "algorithm.epsilon_high"):
+        draft.take(key, key, "algorithm.epsilon")
     if draft.get(key := "algorithm.kl_clamp_value"):
         draft.check(f"{draft.named(key)} = {draft.get(key)} has no equivalent: the KL of a token is not clamped here")
 
@@ -277,7 +270,7 @@ def _clipping(draft: Draft) -> None:
 def _grpo(draft: Draft) -> None:
     """Set the advantages, the loss, its mean and the KL term of GRPO, DAPO and Dr. GRPO."""
     at = "algorithm"
-    draft.set("rollout.group_size", int(draft.get(f"{at}.num_generations")), f"{at}.num_generations")
+    draft.take("rollout.group_size", f"{at}.num_generations")
     shared.check_known(draft.named(key := f"{at}.advantage_estimator"), kind := draft.get(key), ADVANTAGES)
     draft.set("algorithm.advantage", ADVANTAGES[kind][0], key)
     draft.set("algorithm.scale_rewards", ADVANTAGES[kind][1], key)
@@ -296,9 +289,7 @@ def _grpo(draft: Draft) -> None:
     recorded, correct = draft.get(f"{at}.use_rollout_logps"), draft.get(f"{at}.sampler_is")
     if correct:
         draft.set("algorithm.importance_correction", "token_truncate", f"{at}.sampler_is")
-        draft.set(
-            "algorithm.importance_max", float(draft.get(f"{at}.sampler_is_threshold")), f"{at}.sampler_is_threshold"
-        )
+        draft.take("algorithm.importance_max", f"{at}.sampler_is_threshold")
     if correct or not recorded:
         draft.set("algorithm.old_logps", "trainer", f"{at}.use_rollout_logps", f"{at}.sampler_is")
     elif draft.get("rollout_config.return_logprobs"):
@@ -322,7 +313,7 @@ def _ppo(draft: Draft) -> None:
     draft.set("algorithm.aggregation", "token")
     _clipping(draft)
     set_loss(draft, [("ppo_clip", {"dual_clip": f"{at}.epsilon_c"})])
-    draft.set("algorithm.entropy_coef", float(draft.get(f"{at}.entropy_coef") or 0.0), f"{at}.entropy_coef")
+    draft.take("algorithm.entropy_coef", f"{at}.entropy_coef", default=0.0)
     beta = float(draft.get(f"{at}.beta") or 0.0)
     draft.set("algorithm.beta", beta, f"{at}.beta")
     if beta:
@@ -330,7 +321,7 @@ def _ppo(draft: Draft) -> None:
         shared.check_known(draft.named(key := f"{at}.kl_method"), kind := draft.get(key), KL)
         draft.set("algorithm.kl", KL[kind], key)
     draft.use(f"{at}.kl_method")
-    draft.set("critic.epsilon", float(draft.get(f"{at}.clip_range_value")), f"{at}.clip_range_value")
+    draft.take("critic.epsilon", f"{at}.clip_range_value")
     draft.check(
         "Tunix's PPO adds rewards to an array of integers, which cuts their fractions off (0.7 is 0), and computes its "
         "log-probs at temperature 1, whatever samples were drawn at; here rewards keep their fractions, and log-probs "
@@ -341,7 +332,7 @@ def _ppo(draft: Draft) -> None:
     draft.use("critic.model_id")
     if rank := draft.get("critic.lora_config.rank"):
         draft.set("critic.lora_rank", int(rank), "critic.lora_config.rank")
-        draft.set("critic.lora_alpha", float(draft.get("critic.lora_config.alpha")), "critic.lora_config.alpha")
+        draft.take("critic.lora_alpha", "critic.lora_config.alpha")
         draft.use("critic.lora_config.module_path")
     _rate(draft, "critic_optimizer" if draft.get("critic_optimizer.opt_type") else "optimizer", 1, "critic")
 
@@ -364,12 +355,9 @@ def _rewards(draft: Draft, trainer: str) -> None:
             )
     buffer = draft.get("algorithm.overlong_buffer") if trainer == "dapo" else None
     if isinstance(buffer, dict) and buffer.get("enable"):
-        text, names = (
-            RULES["functions"]["overlong"],
-            ("max_response_length", "overlong_buffer_length", "overlong_buffer_penalty"),
-        )
-        longest, length, penalty = (buffer[name] for name in names)
-        functions.append(draft.function("overlong", text, LONGEST=longest, BUFFER=length, PENALTY=penalty))
+        names = ("max_response_length", "overlong_buffer_length", "overlong_buffer_penalty")
+        filled = dict(zip(("LONGEST", "BUFFER", "PENALTY"), (buffer[name] for name in names), strict=True))
+        functions.append(draft.function("overlong", RULES["functions"]["overlong"], **filled))
     if functions:
         draft.set("rewards.functions", tuple(functions), key, "algorithm.overlong_buffer", "verl_compatible")
     else:
@@ -397,7 +385,7 @@ def _offline(draft: Draft, trainer: str) -> None:
         kind = draft.get("algorithm.algorithm")
         shared.check_known(draft.named("algorithm.algorithm"), kind, ("dpo", "orpo"))
         beta = "algorithm.beta" if kind == "dpo" else "algorithm.lambda_orpo"
-        draft.set("algorithm.beta", float(draft.get(beta)), beta)
+        draft.take("algorithm.beta", beta)
         options = {"label_smoothing": "algorithm.label_smoothing"} if kind == "dpo" else {}
         if kind == "orpo" and draft.get("algorithm.label_smoothing"):
             draft.check("label_smoothing of ORPO has no equivalent: its odds ratio is not smoothed here")
@@ -405,14 +393,9 @@ def _offline(draft: Draft, trainer: str) -> None:
             draft.set("algorithm.loss", "orpo(nll_on_prompt=False)", "algorithm.enable_prompt_loss_orpo")
         else:
             set_loss(draft, [(kind, options)], "algorithm.algorithm")
-        lengths = [draft.get(f"algorithm.max_{part}_length") for part in ("prompt", "response")]
-        if all(lengths):
-            draft.set(
-                "data.max_length",
-                sum(map(int, lengths)),
-                "algorithm.max_prompt_length",
-                "algorithm.max_response_length",
-            )
+        keys = [f"algorithm.max_{part}_length" for part in ("prompt", "response")]
+        if all(lengths := [draft.get(key) for key in keys]):
+            draft.set("data.max_length", sum(map(int, lengths)), *keys)
         draft.set("data.path", "DATA", "dataset_name")
         draft.check(
             "the script makes the pairs in Python: write them to a file with prompt, chosen and rejected, for data.path"
@@ -439,15 +422,14 @@ def _rate(draft: Draft, at: str, updates: int, ours: str = "optimizer") -> None:
         draft.check(f"the file does not say {draft.named(f'{at}.{peak}')}: set {ours}.learning_rate")
     draft.set(f"{ours}.schedule", shape, key)
     low = float(draft.get(f"{at}.{lowest}") or 0.0) if lowest else 0.0
-    draft.set(
-        f"{ours}.min_lr_ratio", low if lowest == "alpha" else low / float(rate) if rate else None, f"{at}.{lowest}"
-    )
+    share = low if lowest == "alpha" else low / float(rate) if rate else None
+    draft.set(f"{ours}.min_lr_ratio", share, f"{at}.{lowest}")
     warm, total = draft.get(f"{at}.warmup_steps") if "warmup" in kind else 0, draft.values["total_steps"] * updates
     warm = 0.1 * total if "warmup" in kind and not warm else warm
     steps = f"{ours}.warmup_steps" if policy else f"{ours}.lr_warmup_steps"
     draft.set(steps, shared.divided(float(warm), updates) if warm else 0, f"{at}.warmup_steps")
     if policy and warm:
-        draft.set("optimizer.warmup_init", float(draft.get(f"{at}.init_value") or 0.0), f"{at}.init_value")
+        draft.take("optimizer.warmup_init", f"{at}.init_value", default=0.0)
     if policy and last and (end := draft.get(f"{at}.{last}")):
         draft.set("optimizer.schedule_steps", shared.divided(float(end), updates), f"{at}.{last}")
     name = str(draft.get(f"{at}.opt_type") or "adamw")
@@ -458,7 +440,7 @@ def _rate(draft: Draft, at: str, updates: int, ours: str = "optimizer") -> None:
         option, _, theirs = option.partition("=")  # momentum is b1 here
         if policy or option != "eps":
             key = f"{at}.{theirs or option}"
-            draft.set(f"{ours}.{option}", float(draft.first(key, default=value)), key)
+            draft.take(f"{ours}.{option}", key, default=value)
     if "weight_decay" not in takes:
         draft.set(f"{ours}.weight_decay", 0.0)
     if not policy:
@@ -481,10 +463,8 @@ def _saving(draft: Draft, updates: int) -> None:
     folder = draft.get(key := "training.checkpoint_root_directory")
     if folder or any(name.endswith(".checkpoint_root_directory") for name in draft.source.settings):  # $RANDOM in it
         draft.set("checkpoint.folder" if "://" in str(folder) else "output_dir", folder, key)
-        every = draft.get(f"{at}.save_interval_steps")
-        draft.set(
-            "checkpoint.every", shared.divided(float(every), updates) if every else None, f"{at}.save_interval_steps"
-        )
+        every = draft.get(key := f"{at}.save_interval_steps")
+        draft.set("checkpoint.every", shared.divided(float(every), updates) if every else None, key)
         draft.set("checkpoint.keep", int(draft.get(f"{at}.max_to_keep") or 3), f"{at}.max_to_keep")
         if not every:
             draft.check("Tunix saves every 180 seconds unless save_interval_steps says otherwise: set checkpoint.every")

@@ -1,6 +1,7 @@
 """The values of a script's expressions, as far as its text tells them; nothing is run."""
 
 import ast
+import contextlib
 import operator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,9 +118,13 @@ class Values:
             case ast.List() | ast.Tuple():
                 items = [inner(item) for item in node.elts]
                 return unknown if any(isinstance(item, Unknown) for item in items) else items
+            case ast.FormattedValue(conversion=-1):
+                value, form = inner(node.value), inner(node.format_spec) if node.format_spec else ""
+                with contextlib.suppress(TypeError, ValueError):  # of a form that the value does not take
+                    return unknown if Unknown in map(type, (value, form)) else format(value, form)
             case ast.JoinedStr():
-                parts = [inner(part.value if isinstance(part, ast.FormattedValue) else part) for part in node.values]
-                return unknown if any(isinstance(part, Unknown) for part in parts) else "".join(map(str, parts))
+                parts = [inner(part) for part in node.values]
+                return unknown if any(isinstance(part, Unknown) for part in parts) else "".join(parts)
             case ast.BoolOp():
                 values = [inner(value) for value in node.values]
                 if not any(isinstance(value, Unknown) for value in values):
@@ -165,7 +170,7 @@ class Values:
             if isinstance(node.func, ast.Attribute) and name in METHODS:
                 owner = self.value(node.func.value, depth + 1)
                 return getattr(owner, name)(*arguments) if isinstance(owner, str) else unknown
-        except (LookupError, TypeError, ValueError):
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             return unknown
         return unknown
 

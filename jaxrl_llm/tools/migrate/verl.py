@@ -277,7 +277,7 @@ def _online(draft: Draft, gpus: int, devices: int, version: str) -> None:
     for side in ("low", "high"):
         key, both = f"{A}.clip_ratio_{side}", f"{A}.clip_ratio"
         keys = (key, both) if draft.sets(key) else (both, key)
-        draft.set(f"algorithm.epsilon_{side}", float(draft.first(*keys)), *keys)
+        draft.take(f"algorithm.epsilon_{side}", *keys)
     if draft.sets(f"{A}.clip_ratio") and f"{A}.clip_ratio_low" in draft.defaults:
         draft.check(f"{A}.clip_ratio is written; verl itself reads clip_ratio_low and clip_ratio_high alone by now")
     if preset := draft.get(CORRECTION):  # a call of RolloutCorrectionConfig, or its name
@@ -416,8 +416,7 @@ def _loss(draft: Draft, version: str) -> None:
     else:
         draft.set("algorithm.loss", with_options(loss, options), f"{section}.loss_mode")
     means = draft.get(f"{A}.loss_agg_mode")
-    if means not in MEANS:
-        raise ConfigError(f"{A}.loss_agg_mode is {means!r}, but there are {', '.join(MEANS)}")
+    shared.check_known(f"{A}.loss_agg_mode", means, MEANS)
     # These take sequence means in verl, whatever is set.
     sequences = mode in ("sapo", "geo_mean") or (mode == "gspo" and version != "0.9")
     draft.set("algorithm.aggregation", "sequence" if sequences else MEANS[means], f"{A}.loss_agg_mode")
@@ -504,7 +503,7 @@ def _critic(draft: Draft, devices: int, minibatch: int) -> None:
     if rank or draft.values.get("lora.rank"):  # a critic has adapters there only where it is given some
         draft.set("critic.lora_rank", rank, "critic.model.lora_rank")
     if rank:
-        draft.set("critic.lora_alpha", float(draft.get("critic.model.lora_alpha")), "critic.model.lora_alpha")
+        draft.take("critic.lora_alpha", "critic.model.lora_alpha")
         targets = draft.get(key := "critic.model.target_modules")
         draft.set("critic.lora_targets", (targets,) if isinstance(targets, str) else targets, key)
     rows = ("critic.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size")
@@ -547,8 +546,8 @@ def _divergence(draft: Draft) -> None:
             draft.set("algorithm.kl_in_reward", True, reward)
         draft.set("algorithm.kl_controller", draft.get(f"{control}.type"), f"{control}.type")
         if draft.get(f"{control}.type") == "adaptive":
-            draft.set("algorithm.kl_target", float(draft.get(f"{control}.target_kl")), f"{control}.target_kl")
-            draft.set("algorithm.kl_horizon", float(draft.get(f"{control}.horizon")), f"{control}.horizon")
+            draft.take("algorithm.kl_target", f"{control}.target_kl")
+            draft.take("algorithm.kl_horizon", f"{control}.horizon")
     elif not in_loss:
         draft.set("algorithm.beta", 0.0, loss, reward)
 
@@ -616,12 +615,7 @@ def _rewards(draft: Draft) -> None:
             draft.set("algorithm.overlong_buffer", length, f"{at}.enable", f"{at}.len", manager)
             factor = draft.get(f"{at}.penalty_factor")
             draft.set("algorithm.overlong_penalty", 1.0 if factor is None else float(factor), f"{at}.penalty_factor")
-            longest = draft.get(key := "reward_model.reward_kwargs.max_resp_len")
-            draft.use(key)
-            if longest is not None and int(longest) != draft.values["rollout.max_completion_length"]:
-                draft.check(
-                    f"{draft.named(key)} = {longest}: the punishment here ends at rollout.max_completion_length"
-                )
+            shared.check_punished_length(draft, "reward_model.reward_kwargs.max_resp_len")
     draft.use(manager)
 
 
