@@ -182,10 +182,10 @@ def test_a_text_model_refuses_images(tokenizer_folder):
 @pytest.mark.parametrize(
     ("example", "message"),
     [
-        ({"prompt": [user(PART, "<image>")], "image": IMAGE}, "wrote <image> 2 times for a row of 1 images"),
+        ({"prompt": [user(PART, "<image>")], "image": IMAGE}, "wrote <image> 2 times for a row of 1 image;"),
         ({"prompt": [user(PART)], "images": ["https://example.com/a.png"]}, r"image 0: .*data\.image_urls=False"),
         ({"prompt": [user(PART)], "images": [b"broken"]}, "image 0: an image of 6 bytes is no image"),
-        ({"prompt": [user(PART)], "images": []}, "1 placeholders .* and 0 images"),
+        ({"prompt": [user(PART)], "images": []}, "1 placeholder .* and 0 images"),
         ({"prompt": "an <image> tag"}, "no images, and its text has <image>, which stands for one"),
         ({"prompt": [user("<video>?")], "images": [], "videos": ["a.mp4"]}, "the row has videos in the column"),
     ],
@@ -221,7 +221,7 @@ def test_a_template_without_images_is_refused(tokenizer, folder):
     other: Any = hf.load_tokenizer(folder)
     hf.remember_images(other, folder)
     other.chat_template = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
-    with pytest.raises(ConfigError, match="0 image tokens, and its 1 images are"):
+    with pytest.raises(ConfigError, match="0 image tokens, and 12 are those of its 1 image: the chat"):
         reader("prompts", other)({"prompt": [user(PART, "?")], "image": IMAGE})
 
 

@@ -166,7 +166,7 @@ def test_a_conversation_has_images(model, tmp_path):
 def test_images_of_prompts_are_checked(model):
     with pytest.raises(ConfigError, match="images has 1 entries for 2 prompts"):
         jaxrl_llm.generate(model, ["a", "b"], images=[[IMAGES[0]]])
-    with pytest.raises(ConfigError, match=r"0 placeholders .* and 1 images"):
+    with pytest.raises(ConfigError, match=r"0 placeholders .* and 1 image"):
         jaxrl_llm.generate(model, ["a"], images=[[IMAGES[0]]])
     with pytest.raises(ConfigError, match="--image is of --prompt"):
         command.read_prompts("", "prompts.jsonl", False, image=["a.png"])
