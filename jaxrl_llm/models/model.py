@@ -410,7 +410,9 @@ def check_attention(config: ModelConfig, backend: str) -> None:
     """Raises ConfigError where attention is asked for that programs compiled for the backend cannot have."""
     here = f"this is a {backend}"
     sinks = {"it has no sinks, as this model has": config.attention_sinks}
+    biases = {"it adds no ALiBi to scores, as this model does": bool(config.alibi)}
     on_gpus = {
+        **biases,
         f"it runs on NVIDIA GPUs, and {here}": backend != "gpu",
         f"it takes bfloat16 or float16, and model.dtype is {config.dtype}": config.dtype == "float32",
         "it does not cap scores, as this model does": config.attention_softcap is not None,
@@ -426,7 +428,7 @@ def check_attention(config: ModelConfig, backend: str) -> None:
                 config.vision is not None and config.vision.bidirectional
             ),
         },
-        "splash": {**sinks, f"it runs on TPUs, and {here}": backend != "tpu"},
+        "splash": {**biases, **sinks, f"it runs on TPUs, and {here}": backend != "tpu"},
     }
     holding = [reason for reason, holds in reasons.get(config.attention, {}).items() if holds]
     if holding:

@@ -63,7 +63,7 @@ class ModelConfig:
     learned_positions: int = 0  # rows of a table that is added to the embeddings; 0: none
     first_position: int = 0  # the row of a document's first token
     embed_scale: float = 1.0
-    embed_norm: bool = False  # embeddings are divided by their rms
+    embed_norm: str = ""  # embeddings are divided by their rms ("rms"), or go through a norm of their own ("norm")
     residual_scale: float = 1.0  # times what mixer and feed-forward add
     rope: Rope = DEFAULT_ROPE
     local_rope: Rope | None = None  # of the sliding layers; None: the same
@@ -79,6 +79,7 @@ class ModelConfig:
     query_scale: float | None = None  # of attention scores; None: head_dim ** -0.5
     key_scale: float = 1.0  # of keys, and so of the scores too
     value_scale: float = 1.0
+    alibi: float = 0.0  # scores fall with distance, see attention.linear_biases; 0: they do not
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     logit_divisor: float = 1.0

@@ -71,6 +71,7 @@ class Transformer(nnx.Module):
         self.config = config
         self.embed = Embed(config, rngs)
         small = config.embed_width
+        self.embed_norm = RMSNorm(config.width, config, rngs) if config.embed_norm == "norm" else None
         self.positions = PositionEmbed(config, rngs) if config.learned_positions else None
         self.project_in = Linear(small, config.width, config, rngs) if small else None
         self.per_layer = PerLayerEmbed(config, rngs) if config.per_layer_width else None
@@ -244,7 +245,8 @@ class Transformer(nnx.Module):
         x = x if self.config.embed_scale == 1.0 else x * jnp.asarray(self.config.embed_scale, x.dtype)
         x = x if noise is None else x + noise.astype(x.dtype)
         x = x if self.project_in is None else self.project_in(x)
-        x = over_rms(x, self.config.norm_eps).astype(x.dtype) if self.config.embed_norm else x
+        x = over_rms(x, self.config.norm_eps).astype(x.dtype) if self.config.embed_norm == "rms" else x
+        x = normed(self.embed_norm, x)
         if self.positions is None:
             return x
         return x + constrain(self.positions(positions, x.dtype), "rows", "positions", None)

@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     BailingHybridConfig,
     BambaConfig,
+    BloomConfig,
     Cohere2Config,
     Cohere2MoeConfig,
     CohereConfig,
@@ -84,6 +85,7 @@ from transformers import (
     Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
+    MptConfig,
     NanoChatConfig,
     NemotronConfig,
     NemotronHConfig,
@@ -197,6 +199,14 @@ SMALL_GPT: dict[str, Any] = {  # the entries of SHAPE under the names of GPT-2
 SMALL_NEO: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64,
     "attention_types": [[["global", "local"], 1]], "window_size": WINDOW, "initializer_range": 0.15,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+}  # fmt: skip
+SMALL_BLOOM: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.15,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+}  # fmt: skip
+SMALL_MPT: dict[str, Any] = {
+    "vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "initializer_range": 0.15,
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }  # fmt: skip
 SMALL_OPT: dict[str, Any] = {
@@ -408,6 +418,7 @@ VARIANTS = {
     "bamba-biases": lambda: BambaConfig(
         **SHAPE, **MAMBA | {"mamba_n_groups": 1}, mamba_conv_bias=False, mamba_proj_bias=True,
         attention_bias=True, mlp_bias=True, attn_layer_indices=[0], tie_word_embeddings=True, rms_norm_eps=1e-3,
+        rope_parameters=HALF_ROPE | {"partial_rotary_factor": 1.0},
     ),
     "dots1": lambda: Dots1Config(
         **SHAPE | {"num_hidden_layers": 3}, head_dim=8, num_experts_per_tok=2, n_routed_experts=8, n_shared_experts=2,
@@ -451,6 +462,15 @@ VARIANTS = {
     "gpt_bigcode": lambda: GPTBigCodeConfig(**SMALL_GPT),
     "gpt_bigcode-heads": lambda: GPTBigCodeConfig(
         **SMALL_GPT, multi_query=False, n_inner=48, activation_function="gelu", tie_word_embeddings=False
+    ),
+    "bloom": lambda: BloomConfig(**SMALL_BLOOM),
+    "bloom-six-heads": lambda: BloomConfig(
+        **SMALL_BLOOM | {"hidden_size": 24, "n_head": 6}, layer_norm_epsilon=1e-3, tie_word_embeddings=False
+    ),
+    "mpt": lambda: MptConfig(**SMALL_MPT),
+    "mpt-clipped": lambda: MptConfig(
+        **SMALL_MPT | {"d_model": 24, "n_heads": 3}, attn_config={"clip_qkv": 0.5, "softmax_scale": 0.3},
+        tie_word_embeddings=False,
     ),
     "gpt_neox": lambda: GPTNeoXConfig(**ALONE),
     "gpt_neox-sequential": lambda: GPTNeoXConfig(

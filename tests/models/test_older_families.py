@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GPT2Config,
+    GPTNeoConfig,
     StableLmConfig,
 )
 
@@ -30,8 +31,10 @@ from jaxrl_llm.models.cast import decoding_params
 from jaxrl_llm.models.families import family_of
 from jaxrl_llm.models.families.rotary import max_positions
 from jaxrl_llm.models.files import hf
+from jaxrl_llm.models.kernels.fused_attention import described
 from jaxrl_llm.models.logprobs import token_statistics
-from jaxrl_llm.models.model import Model, add_adapters, load_model, save_adapter, save_hf
+from jaxrl_llm.models.mixers.attention import linear_biases
+from jaxrl_llm.models.model import Model, add_adapters, check_attention, load_model, save_adapter, save_hf
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.training.reward_models import RewardModel
 from tests.models.conftest import variants
@@ -49,6 +52,8 @@ MODULES = {  # of linear maps in the layers
     "phi": {"q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"},
     "nanochat": {"q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2"},
     "starcoder2": {"q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"},
+    "bloom": {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
+    "mpt": {"Wqkv", "out_proj", "up_proj", "down_proj"},
     "falcon-grouped": {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
     "exaone": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
 }
@@ -240,6 +245,69 @@ def test_a_table_of_positions_says_how_long_rows_are(monkeypatch):
     scaled = entries | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     with pytest.raises(ConfigError, match=r"rope_type = 'linear' .* no layer of this model has rotary positions"):
         family_of(scaled).to_config(scaled)
+
+
+def test_slopes_of_heads_are_those_that_mosaicml_published():
+    """With the `alibi_bias_max` of storywriter, which transformers does not read; of 12 heads as in its own code."""
+    entries = VARIANTS["mpt"]().to_dict() | {"architectures": ["MPTForCausalLM"], "n_heads": 12, "d_model": 24}
+    entries["attn_config"] |= {"alibi_bias_max": 16, "clip_qkv": 6}
+    family = family_of(entries)
+    config = family.to_config(entries)
+    assert (config.qkv_clip, max_positions(entries)) == (6, entries["max_seq_len"])
+    exported = family.from_config(config, entries)
+    assert exported["architectures"] == ["MPTForCausalLM"] and exported["attn_config"] == entries["attn_config"]
+    published = 2.0 ** -np.arange(1.0, 17)  # of 16 heads, in this order of them
+    slopes = np.concatenate([published[1::2], published[::2]])[:12]
+    found = linear_biases(config, jnp.array([[0, 1, 1000]]))
+    np.testing.assert_allclose(found[0, :, 0], slopes[:, None] * [0, 1, 1000], rtol=1e-6)
+
+
+def test_no_kernel_is_asked_for_scores_that_fall_with_distance():
+    entries = VARIANTS["bloom"]().to_dict() | {"architectures": None}
+    config = family_of(entries).to_config(entries, dtype="bfloat16")
+    for backend in ("gpu", "tpu"):
+        assert described(config, backend) == "xla (no kernel adds ALiBi to scores, as this model does)"
+    with pytest.raises(ConfigError, match=r"model.attention = 'splash': it adds no ALiBi to scores"):
+        check_attention(dataclasses.replace(config, attention="splash"), "tpu")
+
+
+@pytest.mark.parametrize(
+    ("variant", "entry", "value"),
+    [
+        ("bloom", "apply_residual_connection_post_layernorm", True),
+        ("mpt", "no_bias", False),
+        ("mpt", "logit_scale", 0.5),
+        ("mpt", "attn_config", {"alibi": False}),
+        ("mpt", "attn_config", {"qk_ln": True}),
+        ("ernie4_5_moe", "moe_norm_min", 0.6),
+        ("llama", "head_dim", 5),
+        ("deepseek_v3", "qk_rope_head_dim", 5),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(variant, entry, value):
+    entries = VARIANTS[variant]().to_dict() | {"architectures": None, entry: value}
+    name = next(iter(value)) if isinstance(value, dict) else entry
+    with pytest.raises(ConfigError, match=f"config.json: .*{name} = "):
+        family_of(entries).to_config(entries)
+
+
+def test_types_of_layers_are_those_that_transformers_reads():
+    """It works `attention_layers` out of `attention_types`, and takes those of the file in their place."""
+    entries = VARIANTS["gpt_neo"]().to_dict() | {"architectures": None, "attention_layers": ["local", "global"]}
+    assert VARIANTS["gpt_neo"]().attention_layers == ["global", "local"]
+    assert GPTNeoConfig(**entries).attention_layers == ["local", "global"]
+    assert family_of(entries).to_config(entries).sliding_layers == (0,)
+
+
+def test_files_of_bigscience_have_names_of_their_own(tmp_path):
+    oracle = make_oracle("bloom")
+    oracle.save_pretrained(tmp_path)
+    expected = load_model(tmp_path).params
+    changed(tmp_path, lambda name, x: {name.removeprefix("transformer."): x}.items())
+    entries = json.loads((tmp_path / "config.json").read_text())
+    entries |= {"n_embed": entries.pop("hidden_size"), "num_attention_heads": entries.pop("n_head")}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path).params, expected)
 
 
 def test_command_r_reads_rows_as_long_as_its_other_entry_says():

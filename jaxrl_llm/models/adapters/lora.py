@@ -55,7 +55,7 @@ MODULES = {word: name for name, word in HF_NAMES.items()} | {
     "linear_fc1": "fc1", "linear_fc2": "fc2", "projection_layer": "out", "w1": "gate", "w3": "up", "w2": "down",
     "a_proj": "a", "b_proj": "b", "g_proj": "z", "c_attn": "qkv", "query_key_value": "qkv", "dense": "o", "c_fc": "up",
     "dense_h_to_4h": "up", "dense_4h_to_h": "down", "patch_dense": "fc1",
-    "fc_in": "up", "fc_out": "down",
+    "fc_in": "up", "fc_out": "down", "Wqkv": "qkv",
 }  # fmt: skip
 WITHIN = ".linear"  # ends the names of maps within modules of these names, which may clip (Gemma 4's encoder)
 ADAPTER = ("lora_a", "lora_b", "lora_m")

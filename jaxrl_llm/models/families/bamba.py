@@ -3,7 +3,7 @@ in the others."""
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, granitemoehybrid
+from jaxrl_llm.models.families import decoder, granitemoehybrid, rotary
 from jaxrl_llm.models.families.decoder import LAYER, TensorName
 from jaxrl_llm.models.families.entries import positive, refuse
 from jaxrl_llm.models.mixers.attention import Attention
@@ -22,12 +22,12 @@ KEYS = (
     *decoder.maps("layers/mlp", f"{LAYER}feed_forward", decoder.GATED),
 )
 DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, **granitemoehybrid.MAMBA_DEFAULTS}  # for entries left out
-HALF = 0.5  # of each head is rotated, whatever config.json says, as in transformers
+HALF = 0.5  # of each head is rotated where the rotary parameters do not say it, whatever another entry says
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = DEFAULTS | hf
+    hf = with_half(DEFAULTS | hf)
     layers, attending = positive(hf, "num_hidden_layers"), hf.get("attn_layer_indices") or []
     if not isinstance(attending, list) or any(type(x) is not int or not 0 <= x < layers for x in attending):
         refuse("attn_layer_indices", attending, f"a list of integers from 0 to num_hidden_layers - 1 = {layers - 1}")
@@ -36,9 +36,13 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         **decoder.attention_biases(hf),
         "mlp_bias": bool(hf.get("mlp_bias", False)),
         "mixers": tuple(Attention if layer in attending else Mamba2 for layer in range(layers)),
-        "rotary_fraction": HALF,
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"partial": True})
+
+
+def with_half(hf: dict[str, Any]) -> dict[str, Any]:
+    """The entries, with the part of each head that is rotated."""
+    return hf | {"partial_rotary_factor": HALF}
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
@@ -55,4 +59,12 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     }
     if base is None:
         own |= {"mamba_d_head": "auto"}
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=with_half, write=_write_rope)
+
+
+def _write_rope(config: ModelConfig) -> dict[str, Any]:
+    """The rotary entries of a ModelConfig: transformers reads the part that is rotated among the parameters alone."""
+    given = rotary.write(config)
+    scaling = given["rope_scaling"] or {"rope_type": "default"}
+    parameters = {**scaling, "rope_theta": given["rope_theta"], "partial_rotary_factor": config.rotary_fraction}
+    return {"rope_parameters": parameters}

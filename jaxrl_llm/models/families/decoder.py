@@ -230,6 +230,9 @@ def to_config(
     if unrotated and fields["rope"].kind != "default":
         refuse("rope_type", fields["rope"].kind, "default, as no layer of this model has rotary positions")
     rotated = fields.get("rotary_head_dim") or int(fields["head_dim"] * fields.get("rotary_fraction", 1.0))
+    if not unrotated and rotated % 2 and rotated == (fields.get("rotary_head_dim") or fields["head_dim"]):
+        name = "qk_rope_head_dim" if fields.get("rotary_head_dim") else "head_dim"
+        refuse(name, rotated, "even numbers, as dimensions are rotated two by two")
     longrope = {"short_factor": fields["rope"].short_factors, "long_factor": fields["rope"].long_factors}
     for entry, factors in longrope.items():
         if fields["rope"].kind == "longrope" and len(factors) != rotated // 2:

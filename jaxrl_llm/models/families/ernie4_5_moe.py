@@ -50,11 +50,15 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     sparse = {layer for layer in range(layers) if first <= layer <= last and (layer + 1) % every == 0}
     if not sparse:
         refuse("moe_layer_start_index", first, f"numbers that leave experts to some of the {layers} layers")
+    counts = experts_of(hf, "moe_num_experts", "moe_k")
+    least = counts["experts_per_token"] / counts["experts"]  # that the shares of the chosen experts add up to
+    if number("moe_norm_min", hf.get("moe_norm_min") or 0) > least:
+        refuse("moe_norm_min", hf["moe_norm_min"], f"numbers up to moe_k / moe_num_experts = {least:g}")
     shared = int(number("moe_num_shared_experts", hf["moe_num_shared_experts"] or 0))
     own = {
         "rope_interleaved": True,
         "dense_layers": tuple(layer for layer in range(layers) if layer not in sparse),
-        **experts_of(hf, "moe_num_experts", "moe_k"),
+        **counts,
         "expert_ffn": positive(hf, "moe_intermediate_size"),
         "shared_expert_ffn": shared * positive(hf, "moe_intermediate_size"),
         "router_correction": True,

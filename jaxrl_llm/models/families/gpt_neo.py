@@ -43,7 +43,8 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = decoder.with_ffn(DEFAULTS | renamed(hf, NAMES))
     try:
-        types = [TYPES[kind] for kinds, times in hf["attention_types"] for _ in range(times) for kind in kinds]
+        types = [kind for kinds, times in hf["attention_types"] for _ in range(times) for kind in kinds]
+        types = [TYPES[kind] for kind in hf.get("attention_layers") or types]
     except (TypeError, ValueError, KeyError):
         refuse("attention_types", hf["attention_types"], "lists of [types, times], the types global and local")
     own = {

@@ -21,7 +21,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     own = {
         **decoder.attention_biases(hf),
         "norm_scale": False,
-        "embed_norm": True,
+        "embed_norm": "rms",
         "ffn_gate": False,
         "rope_reversed": True,
         "qk_norm": "rotated",

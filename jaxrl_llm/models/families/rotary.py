@@ -127,8 +127,8 @@ def read(hf: dict[str, Any], theta: float = 10000.0, partial: bool = False, by_t
 def max_positions(hf: dict[str, Any]) -> int | None:
     """The longest rows that a config.json is made for, its scaling included; None where it does not say."""
     hf = hf.get("text_config") or hf
-    # Of Command R, whose other entry is smaller, and Kimi Linear; and of GPT-2.
-    most = hf.get("model_max_length") or hf.get(MOST) or hf.get("n_positions")
+    # Of Command R, whose other entry is smaller, and Kimi Linear; of GPT-2; and of MPT.
+    most = hf.get("model_max_length") or hf.get(MOST) or hf.get("n_positions") or hf.get("max_seq_len")
     if most is None:
         return None
     most = number(MOST, most, above=0)

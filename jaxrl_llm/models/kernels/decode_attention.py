@@ -27,7 +27,8 @@ MASKED = -1e30  # finite, so that a row with nothing to attend to (padding) stay
 
 def by_kernel(config, dtype) -> bool:
     """True where a decode step of the model, computed in that type, attends by the kernel and not in the plain way."""
-    return jax.default_backend() == "gpu" and dtype.itemsize == 2 and config.attention != "xla" and has_triton()
+    plain = config.attention == "xla" or config.alibi
+    return jax.default_backend() == "gpu" and dtype.itemsize == 2 and not plain and has_triton()
 
 
 def decode_attention(

@@ -79,6 +79,8 @@ def _auto(config, length: int, by_mask: bool, backend: str | None) -> tuple[str,
     whole_rows = not is_sharded() or len(set(attention_dims(config.kv_heads))) == 1
     if backend not in ("gpu", "tpu"):
         return "xla", f"there is no kernel for a {backend}"
+    if config.alibi:
+        return "xla", "no kernel adds ALiBi to scores, as this model does"
     if backend == "tpu":
         if config.attention_sinks:
             return "xla", "no kernel of TPUs has this model's attention sinks"

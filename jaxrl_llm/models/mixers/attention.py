@@ -1,6 +1,7 @@
 """Attention as a mixer: full and sliding, of whole rows and, with cached keys and values, of their next tokens."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -334,7 +335,7 @@ def attend(config, q, k, v, inputs: AttentionInputs, window=None, sinks=None) ->
     elif by == "cudnn":
         out = cudnn_attention(q, k, v, mask, sinks)
     else:
-        out = in_blocks(config, q, k, v, mask, sinks, inputs.causal)
+        out = in_blocks(config, q, k, v, mask, sinks, inputs.causal, inputs.positions)
     out = constrain(out[..., :size], "rows", *query_dims, None, None)
     return constrain(out, "rows", "positions", "heads", None, None)
 
@@ -361,8 +362,13 @@ def attend_next(
     index = jnp.arange(in_row.shape[-1])
     place = (inputs.length[:, :, None] + jnp.arange(by_head.shape[3]))[..., None]  # [G,R,W,1]
     prompt_seen, row_seen = inputs.prompt_mask[:, None, None], index <= place
+    prompt_positions = jnp.cumsum(inputs.prompt_mask, axis=-1) - 1  # [G,P]
+    if config.alibi:
+        biases = (linear_biases(config, x) for x in (prompt_positions, prompt_positions[:, -1:] + 1 + index))
+        of_prompt, of_row = (jnp.tile(x, (1, 1, by_head.shape[3], 1))[:, None] for x in biases)  # of queries W*H/J
+        in_prompt, in_row = in_prompt + of_prompt, in_row + of_row
     if window is not None:
-        prompt_positions = jnp.cumsum(inputs.prompt_mask, axis=-1)[:, None, None] - 1
+        prompt_positions = prompt_positions[:, None, None]
         positions = inputs.positions.reshape(place.shape)
         window = positions % window + 1 if config.sliding_chunks else window
         prompt_seen &= positions - prompt_positions < window
@@ -388,9 +394,9 @@ def attend_next(
     return out.astype(q.dtype)
 
 
-def in_blocks(config, q, k, v, mask, sinks=None, causal: bool = False) -> jax.Array:
+def in_blocks(config, q, k, v, mask, sinks=None, causal: bool = False, positions=None) -> jax.Array:
     """`attend` in plain XLA, of queries `[N,T,J,H/J,d]` to keys and values `[N,S,J,d]`, with a mask `[N,T,S]` or, of
-    each of their heads, `[N,J,T,S]`.
+    each of their heads, `[N,J,T,S]`. `positions` `[N,S]` are those of keys, which ALiBi reads.
 
     Queries come in blocks. A block of causal ones sees no key behind it: of a long row, half of the scores are never
     formed.
@@ -405,6 +411,8 @@ def in_blocks(config, q, k, v, mask, sinks=None, causal: bool = False) -> jax.Ar
         keys, values = k[:, :size_seen], v[:, :size_seen]
         scores = jnp.einsum("ntjrd,nsjd->njrts", queries, keys, preferred_element_type=jnp.float32)
         scores = soft_cap(scores, config.attention_softcap)
+        if config.alibi and positions is not None:
+            scores += linear_biases(config, positions[:, :size_seen])[:, :, :, None]
         seen = seen[:, None, None] if seen.ndim == 3 else seen[:, :, None]
         scores = jnp.where(seen, scores, MASKED)
         if sinks is not None:
@@ -413,6 +421,19 @@ def in_blocks(config, q, k, v, mask, sinks=None, causal: bool = False) -> jax.Ar
         weights = jax.nn.softmax(scores, axis=-1)[..., :size_seen]
         blocks.append(jnp.einsum("njrts,nsjd->ntjrd", weights.astype(values.dtype), values))
     return jnp.concatenate(blocks, axis=1)
+
+
+def linear_biases(config, positions) -> jax.Array:
+    """What ALiBi (arXiv 2108.12409) adds to the scores of keys at `positions` `[N,S]`: `[N,J,H/J,S]`, in fp32.
+
+    It is a slope of each head times the position: to the softmax the same as minus the slope times the distance from
+    the query. Head i of n, a power of two, has the slope `2 ** (-alibi * i / n)`; of other numbers of heads those above
+    the largest n have every other slope of 2n heads, from the first on.
+    """
+    n = 2 ** int(math.log2(config.heads))
+    shares = np.concatenate([np.arange(1, n + 1) / n, np.arange(1, 2 * n, 2) / (2 * n)])[: config.heads]
+    slopes = (2.0 ** (-config.alibi * shares)).astype(np.float32).reshape(config.kv_heads, -1, 1)
+    return slopes * positions[:, None, None, :]
 
 
 def _splash(config, q, k, v, segments, mask, window):
