@@ -240,13 +240,13 @@ class Server:
             ) from error
 
     async def health(self, request: Request) -> Response:
-        """200 while requests are taken."""
+        """Answers with status 200 while requests are taken, else with 503 and why not."""
         if self.queue.failure is not None:
             return PlainTextResponse(f"failed: {type(self.queue.failure).__name__}", 503)
         return PlainTextResponse("draining", 503) if self.draining else PlainTextResponse("ok")
 
     async def prometheus(self, request: Request) -> Response:
-        """The numbers of `metrics.py`."""
+        """Answers with the numbers of `metrics.py`."""
         text = self.metrics.text(self.queue.counts, self.queue.size)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 

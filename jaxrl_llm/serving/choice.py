@@ -213,7 +213,7 @@ class Choice:
         return self.calls if self.asked.parallel_calls else self.calls[:1]
 
     def whole_piece(self) -> Piece:
-        """All that has come."""
+        """The whole completion so far, as one piece."""
         return Piece(self.text, self.ids, self.logps, self.top)
 
     def logprobs(self, piece: Piece) -> dict[str, Any] | None:

@@ -35,7 +35,7 @@ class Connection(H11Protocol):
             self._look(None, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Watch a connection that has ended no longer."""
+        """Stop watching a connection that has ended."""
         if self._watch is not None:
             self._watch.cancel()
         super().connection_lost(exc)

@@ -165,7 +165,7 @@ class KeptAnswer(Answer):
     """An answer that its session keeps when all of its choices have ended, before the client sees the end."""
 
     def __init__(self, server: Server, asked: Asked, call: Call, lock: threading.Lock):
-        """`lock` is held where sessions end."""
+        """`lock` is the gateway's, which is held where sessions end."""
         super().__init__(server, asked)
         self.call, self.lock = call, lock
         for choice in self.choices:  # the same in a run that is resumed, as some templates show them

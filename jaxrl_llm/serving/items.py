@@ -24,19 +24,21 @@ def add_items(messages: list[dict[str, Any]], given: Any) -> None:
         raise BadRequestError(f"input is {given!r:.100}; it takes a text, or a list of items", param="input")
     thoughts = ""
 
-    def turn(**fields: Any) -> dict[str, Any]:
+    def add_turn(**fields: Any) -> None:
         nonlocal thoughts
         own, thoughts = thoughts, ""
         messages.append({"role": "assistant", **({"reasoning_content": own} if own else {}), **fields})
-        return messages[-1]
 
-    called = {call["id"]: message for message in messages for call in message.get("tool_calls") or ()}
+    # The places of turns: by their calls, and by how the ids of all calls of an answer here begin.
+    called = {call["id"]: place for place, turn in enumerate(messages) for call in turn.get("tool_calls") or ()}
+    of_answer = {call_id[:-8]: place for call_id, place in reversed(called.items())}
+    copied = set[int]()  # places of turns whose calls are no part of a conversation that is kept
     for item in given:
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "message":
             role, content = item.get("role"), _content(item.get("content"))
             if role == "assistant":
-                turn(content=content)
+                add_turn(content=content)
             elif role in ("user", "system", "developer"):
                 thoughts = ""
                 messages.append({"role": "user" if role == "user" else "system", "content": content})
@@ -46,15 +48,18 @@ def add_items(messages: list[dict[str, Any]], given: Any) -> None:
                 )
         elif kind == "function_call":
             call = _call(item)
-            of_turn = messages[-1] if messages and messages[-1]["role"] == "assistant" and not thoughts else None
+            goes_on = bool(messages) and messages[-1]["role"] == "assistant" and not thoughts
+            place = len(messages) - goes_on
             if OWN_CALL.fullmatch(call["id"]):  # one of ours names its turn, wherever outputs of other calls stand
-                same = (message for known, message in called.items() if known[:-8] == call["id"][:-8])
-                of_turn = next(same, of_turn)
-            of_turn = turn(content="") if of_turn is None else of_turn
-            # A copy, as earlier messages are those of a conversation that is kept.
-            place = next(place for place, message in enumerate(messages) if message is of_turn)
-            messages[place] = of_turn = {**of_turn, "tool_calls": [*of_turn.get("tool_calls", ()), call]}
-            called |= {each["id"]: of_turn for each in of_turn["tool_calls"]}
+                place = of_answer.get(call["id"][:-8], place)
+            if place == len(messages):
+                add_turn(content="")
+            if place not in copied:
+                copied.add(place)
+                messages[place] = {**messages[place], "tool_calls": [*messages[place].get("tool_calls", ())]}
+            messages[place]["tool_calls"].append(call)
+            called[call["id"]] = place
+            of_answer.setdefault(call["id"][:-8], place)
         elif kind == "function_call_output":
             call_id = item.get("call_id")
             if not isinstance(call_id, str) or call_id not in called:

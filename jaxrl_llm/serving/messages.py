@@ -226,22 +226,23 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": json.loads(function["arguments"])}
 
 
-def _turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages, of which consecutive ones of the user or of the assistant are one, as in this API.
 
     It has the blocks of all, and an empty line between the texts of two.
     """
-    turns: list[Mapping[str, Any]] = []
+    turns: list[dict[str, Any]] = []
     for message in messages:
         before, content, role = turns[-1] if turns else {}, message.get("content"), message.get("role")
         former, texts = before.get("content"), (str, list)
         same = role in ("user", "assistant") and role == before.get("role")
         if not same or not isinstance(content, texts) or not isinstance(former, texts):  # others are refused
-            turns.append(message)
+            turns.append({**message, "content": [*content] if isinstance(content, list) else content})
             continue
         former, own = ([{"type": "text", "text": x}] if isinstance(x, str) else x for x in (former, content))
         both = all(isinstance(x, Mapping) and x.get("type") == "text" for x in [*former[-1:], *own[:1]])
-        turns[-1] = {**before, "content": [*former, *([{"type": "text", "text": "\n\n"}] if both else []), *own]}
+        former += [*([{"type": "text", "text": "\n\n"}] if both else []), *own]  # in place: there may be many
+        before["content"] = former
     return turns
 
 

@@ -44,7 +44,7 @@ class Histogram:
         self.sum += seconds
 
     def lines(self) -> list[str]:
-        """The lines of the text format."""
+        """The lines of the histogram in the text format of Prometheus."""
         lines, total = [f"# HELP {self.name} {self.text}", f"# TYPE {self.name} histogram"], 0
         for edge, count in zip((*SECONDS, "+Inf"), self.counts, strict=True):
             total += count
@@ -61,7 +61,7 @@ class Metrics:
         self.latency = Histogram("request_seconds", "From a request to the end of its answer.")
 
     def text(self, counts: Counts, slots: int) -> str:
-        """The page."""
+        """The page of all numbers, as Prometheus reads it."""
         lines = [
             f"# HELP {PREFIX}requests_total Requests by path and status.",
             f"# TYPE {PREFIX}requests_total counter",

@@ -1,6 +1,7 @@
 """Anthropic's Messages API: messages are the chats that ask the same, whole and in streams."""
 
 import json
+import time
 
 import httpx
 import pytest
@@ -160,6 +161,15 @@ def test_consecutive_turns_of_one_are_one():
     assert [message["content"] for message in chat["messages"]] == ["x", "y", "a"]
     with pytest.raises(BadRequestError, match="a block None"):
         MessagesRequest({"max_tokens": 5, "messages": [asked[0], {"role": "user", "content": None}]})
+
+
+def test_many_turns_of_one_take_no_longer_each():
+    """They are read on the event loop, where others wait, and a body has room for 100,000."""
+    body = {"max_tokens": 5, "messages": [{"role": "user", "content": "a"}] * 60_000}
+    began = time.process_time()
+    chat = MessagesRequest(body).chat
+    assert time.process_time() - began < 3
+    assert chat["messages"] == [{"role": "user", "content": "\n\n".join("a" * 60_000)}]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """OpenAI's Responses API by its own client: responses are the chats that ask the same, and their parts fit together."""
 
 import json
+import time
 from typing import Literal
 
 import pydantic
@@ -219,6 +220,15 @@ def test_items_are_messages():
     assert read({"input": "x", "reasoning": {"effort": None}, "include": ["reasoning.encrypted_content"],
                  "prompt_cache_key": "k", "truncation": "disabled", "text": {"verbosity": "medium"},
                  "client_metadata": {}, "store": False})["messages"]  # fmt: skip
+
+
+def test_many_calls_take_no_longer_each():
+    """They are read on the event loop, where others wait, and a body has room for 60,000."""
+    calls = [{"type": "function_call", "call_id": f"c{n}", "name": "add", "arguments": "{}"} for n in range(20_000)]
+    began = time.process_time()
+    messages = read({"input": [{"role": "user", "content": "x"}, *calls]})["messages"]
+    assert time.process_time() - began < 3
+    assert [call["id"] for call in messages[1]["tool_calls"]] == [call["call_id"] for call in calls]
 
 
 class Verdict(pydantic.BaseModel):
