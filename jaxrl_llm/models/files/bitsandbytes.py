@@ -97,8 +97,7 @@ def with_matrices(where: dict[str, Any]) -> dict[str, Any]:
             except ValueError as error:
                 raise ConfigError(f"tensor {name} is no JSON: the file is damaged ({error})") from error
             parts = [matrix + end for end in PARTS[: None if "nested_blocksize" in state else 2]]
-            if missing := [part for part in (matrix, *parts) if part not in where]:
-                raise ConfigError(f"the model lacks tensors that belong to {matrix}: {', '.join(missing)}")
+            scaled.check_parts(matrix, (matrix, *parts), where)
             for part in (name, *parts):
                 found.pop(part)
             found[matrix] = Matrices(matrix, where, state)

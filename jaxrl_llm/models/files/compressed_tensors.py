@@ -23,7 +23,7 @@ import numpy as np
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.families.entries import refuse
 from jaxrl_llm.models.files.mxfp4 import FP4
-from jaxrl_llm.models.files.scaled import Packed, blocked, opener, shape_of
+from jaxrl_llm.models.files.scaled import Packed, blocked, check_parts, opener, shape_of
 
 METHOD = "compressed-tensors"  # the quant_method of config.json
 FORMATS = (
@@ -80,8 +80,7 @@ def with_matrices(where: dict[str, Any], files: dict[str, Path], entry: dict[str
         if part != "weight_packed" and not is_plain:
             continue
         needed = ["scale", *(["shape"] if dtype == "I32" else []), *(["g_idx"] if is_ordered else [])]
-        if missing := [f"{matrix}_{end}" for end in needed if f"{matrix}_{end}" not in where]:
-            raise ConfigError(f"the model lacks tensors that belong to {matrix}: {', '.join(missing)}")
+        check_parts(matrix, [f"{matrix}_{end}" for end in needed], where)
         codes, scales = tensor(name), tensor(f"{matrix}_scale", exponents=True)
         zeros = tensor(f"{matrix}_zero_point") if f"{matrix}_zero_point" in where else None
         if dtype == "I32":
@@ -94,13 +93,10 @@ def with_matrices(where: dict[str, Any], files: dict[str, Path], entry: dict[str
             over = tensor(f"{matrix}_global_scale") if f"{matrix}_global_scale" in where else 1
             outputs, pairs = shape_of(codes)
             codes = Packed(codes, (outputs, 2 * pairs), FP4 / np.float32(over))
-        groups = None
-        if f"{matrix}_g_idx" in where:
-            groups, inputs, count = tensor(f"{matrix}_g_idx"), shape_of(codes)[1], shape_of(scales)[-1]
-            if groups.shape != (inputs,) or groups.max() >= count:
-                raise ConfigError(f"tensor {matrix}_g_idx names no group, of {count}, for each of {inputs} inputs")
-            groups = None if groups.min() < 0 else groups  # -1 where inputs are in order
-        found[matrix] = blocked(matrix, codes, f"{matrix}_scale", scales, usual, said, zeros, groups)
+        order = f"{matrix}_g_idx"
+        groups = tensor(order) if order in where else None
+        groups = None if groups is not None and (groups < 0).all() else groups  # -1 where inputs are in order
+        found[matrix] = blocked(matrix, codes, f"{matrix}_scale", scales, usual, said, zeros, order, groups)
     return found
 
 

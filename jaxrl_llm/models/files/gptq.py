@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.families.entries import computed, refuse
-from jaxrl_llm.models.files.scaled import Packed, Transposed, blocked
+from jaxrl_llm.models.files.scaled import Packed, Transposed, blocked, check_parts
 
 BITS = (2, 4, 8)
 FORMATS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
@@ -60,8 +60,7 @@ def with_matrices(where: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any
             continue
         matrix, order = f"{module}weight", f"{module}g_idx"
         parts = [name, f"{module}scales", f"{module}qzeros"]
-        if missing := [part for part in [*parts, *([order] if entry.get("desc_act") else [])] if part not in where]:
-            raise ConfigError(f"the model lacks tensors that belong to {matrix}: {', '.join(missing)}")
+        check_parts(matrix, [*parts, *([order] if entry.get("desc_act") else [])], where)
         codes, scales, zeros = (Transposed(found.pop(part).get_slice(part)) for part in parts)
         outputs, count = [*scales.get_shape(), 0][:2]
         # Some layers may have other bits than config.json says.
@@ -74,11 +73,6 @@ def with_matrices(where: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any
                 f"tensors {', '.join(parts)} are {shapes}, which is no matrix of {' or '.join(map(str, allowed))} bits "
                 "in words of 32"
             )
-        groups = None
-        if order in where:
-            groups = found.pop(order).get_tensor(order)
-            if groups.shape != (inputs,) or groups.min() < 0 or groups.max() >= count:
-                raise ConfigError(f"tensor {order} names no group, of {count}, for each of {inputs} inputs")
         packed = functools.partial(
             Packed, levels=np.arange(2**bits, dtype=np.float32), places=None if is_gptq else PLACES
         )
@@ -90,6 +84,7 @@ def with_matrices(where: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any
             [(1, size)] if isinstance(size, int) and size > 0 else [],
             f"group_size of config.json: {size}",
             packed(zeros, (outputs, count), axis=0, added=(2**32 - 1) // (2**bits - 1) if is_less else 0),
-            groups,
+            order,
+            found.pop(order).get_tensor(order) if order in where else None,
         )
     return found

@@ -439,7 +439,10 @@ def write(folder: Path, net: Net, family, params: Params, dtype: str, max_shard_
         if jax.process_index() == 0:
             save_file(arrays, folder / _shard_name(number, len(shards)), metadata={"format": "pt"})
     if len(shards) > 1 and jax.process_index() == 0:
-        write_json(folder / INDEX, _index(shards))
+        whole = [(parts[0], number) for number, shard in enumerate(shards, start=1) for parts in shard]
+        size = sum(_bytes(tensor) for tensor, _ in whole)
+        weight_map = {tensor.name: _shard_name(number, len(shards)) for tensor, number in whole}
+        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
 
 
 def file_tensors(net: Net, family, params: Params, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
@@ -513,11 +516,3 @@ def _shard_name(number: int, count: int) -> str:
 
 def _bytes(tensor: Stored) -> int:
     return int(np.prod(tensor.full_shape)) * tensor.dtype.itemsize
-
-
-def _index(shards: list[list[list[Stored]]]) -> dict[str, Any]:
-    tensors = [(i, parts[0]) for i, shard in enumerate(shards, start=1) for parts in shard]
-    return {
-        "metadata": {"total_size": sum(_bytes(tensor) for _, tensor in tensors)},
-        "weight_map": {tensor.name: _shard_name(i, len(shards)) for i, tensor in tensors},
-    }

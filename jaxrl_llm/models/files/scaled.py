@@ -6,7 +6,7 @@ It is what the formats of bitsandbytes.py, block_fp8.py, compressed_tensors.py a
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,12 @@ def opener(where: dict[str, Any], files: dict[str, Path]) -> Callable[..., Any]:
     return tensor
 
 
+def check_parts(matrix: str, parts: Iterable[str], where: dict[str, Any]) -> None:
+    """Raises ConfigError where the files lack one of the tensors that a matrix is stored as."""
+    if missing := [part for part in parts if part not in where]:
+        raise ConfigError(f"the model lacks tensors that belong to {matrix}: {', '.join(missing)}")
+
+
 def blocked(
     name: str,
     codes: Any,
@@ -187,12 +193,14 @@ def blocked(
     usual: Sequence[tuple[int, int]],
     said: str,
     zeros: Any = None,
+    order: str = "",
     groups: np.ndarray | None = None,
 ) -> Matrices:
     """The matrix `name`, with scales of the whole, of blocks that are among the `usual` ones or, as some matrices may
-    have others than the rest, of blocks that divide it evenly.
+    have others than the rest, of blocks that divide it evenly. `groups` are those of inputs, from the tensor `order`.
 
-    Raises ConfigError, with what is `said` of blocks in config.json, for scales of none, and for zeros of other blocks.
+    Raises ConfigError, with what is `said` of blocks in config.json, for scales of none, for zeros of other blocks, and
+    for groups that have no scales.
     """
     shape, grid = shape_of(codes), shape_of(scales)
     if zeros is not None and shape_of(zeros) != grid:
@@ -200,6 +208,8 @@ def blocked(
             f"tensor {name} has zero points of shape {shape_of(zeros)} and scales {scales_name} of shape {grid}, but "
             "each scale has a zero point: the file is damaged"
         )
+    if groups is not None and (groups.shape != shape[-1:] or groups.min() < 0 or groups.max() >= grid[-1]):
+        raise ConfigError(f"tensor {order} names no group, of {grid[-1]}, for each of {shape[-1]} inputs")
     if len(shape) == 2 and math.prod(grid) == 1:
         one = [x if x is None else np.reshape(x[(slice(None),) * len(grid)], (1, 1)) for x in (scales, zeros)]
         return Matrices(codes, one[0], (shape[0], shape[1]), one[1])

@@ -8,19 +8,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.files import bitsandbytes
-from jaxrl_llm.models.model import load_model, save_hf
 from jaxrl_llm.models.quantize import NF4, dequantize, quantize
-from tests.models.oracles import make_oracle, oracle_logits
+from tests.models.files.quantized import check_model, check_slices, describe, make_quantized
 
 # bitsandbytes' fp4: a sign, two bits of exponent and one of fraction, over the largest.
 FP4 = np.float32([0, 1 / 192, 8 / 12, 1, 4 / 12, 6 / 12, 2 / 12, 3 / 12])
 LEVELS = {"nf4": NF4, "fp4": np.concatenate([FP4, -FP4])}
 KINDS = ("nf4", "nf4 nested", "fp4 nested", "int8")
-TOKENS = np.random.default_rng(0).integers(0, 97, (1, 9))
 
 
 def stored(name, matrix, kind, draw):
@@ -62,40 +60,22 @@ def stored(name, matrix, kind, draw):
 def quantized(request, tmp_path_factory):
     """A folder whose linear maps are quantised, the oracle with their numbers, and these by name."""
     folder, draw = tmp_path_factory.mktemp("bnb"), np.random.default_rng(1)
-    oracle = make_oracle("qwen3")
-    oracle.save_pretrained(folder)
-    tensors, numbers = load_file(folder / "model.safetensors"), {}
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        own, numbers[name] = stored(name, tensors.pop(name), request.param, draw)
-        tensors |= own
-    save_file(tensors, folder / "model.safetensors")
-    oracle.load_state_dict({name: torch.tensor(x) for name, x in numbers.items()}, strict=False)
-    config = json.loads((folder / "config.json").read_text())
-    entry = {"quant_method": "bitsandbytes", "load_in_4bit": request.param != "int8"}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": entry}))
+    oracle, numbers = make_quantized(folder, lambda name, matrix: stored(name, matrix, request.param, draw))
+    describe(folder, {"quant_method": "bitsandbytes", "load_in_4bit": request.param != "int8"})
     return folder, oracle, numbers
 
 
 def test_a_quantised_model_is_read_as_numbers(quantized, tmp_path):
     folder, oracle, _ = quantized
-    model = load_model(folder)
-    np.testing.assert_allclose(model(TOKENS), oracle_logits(oracle, TOKENS), atol=2e-5)
-    save_hf(model, tmp_path / "out")
-    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
-    np.testing.assert_array_equal(load_model(tmp_path / "out")(TOKENS), model(TOKENS))
+    check_model(folder, oracle, tmp_path / "out")
 
 
 def test_any_slice_of_a_matrix(quantized):
-    """Devices of a mesh read their parts, whatever blocks and bytes these begin and end in."""
     folder, _, numbers = quantized
     with safe_open(folder / "model.safetensors", "numpy") as handle:
         found = bitsandbytes.with_matrices(dict.fromkeys(handle.keys(), handle))
         assert not [name for name in found if "quant" in name or "absmax" in name or "SCB" in name or "format" in name]
-        for name, expected in numbers.items():
-            matrix = found[name].get_slice(name)
-            assert matrix.get_shape() == list(expected.shape)
-            for at in np.s_[:, :], np.s_[3:11, 5:6], np.s_[8:16, 2:], np.s_[9:, :8], np.s_[4:4, :]:
-                np.testing.assert_allclose(matrix[at], expected[at], rtol=1e-6)
+        check_slices(found, numbers, rtol=1e-6)
 
 
 def test_rows_of_odd_length(tmp_path):

@@ -11,8 +11,9 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.files import block_fp8
-from jaxrl_llm.models.model import load_model, save_hf
-from tests.models.oracles import make_oracle, oracle_logits
+from jaxrl_llm.models.model import load_model
+from tests.models.files.quantized import TOKENS, check_model, describe
+from tests.models.oracles import make_oracle
 
 QUANTIZED = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
 
@@ -32,8 +33,7 @@ def quantized(request, tmp_path_factory):
             found = Fp8Dequantize(None)._dequantize_one(codes, scales)
             torch.testing.assert_close(found, codes.float() * whole, rtol=0, atol=0)
     save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZED}))
+    describe(folder, QUANTIZED)
     return folder, oracle, tensors
 
 
@@ -49,7 +49,6 @@ def numbers(tensors, name):
 def test_a_model_in_fp8_is_read_as_numbers(quantized, tmp_path):
     """All families' tables read them; the model computes as transformers does with the numbers, and exports those."""
     folder, oracle, tensors = quantized
-    model = load_model(folder)
     plain = {name: tensor for name, tensor in tensors.items() if not name.endswith("_scale_inv")}
     for name in plain:
         if name + "_scale_inv" in tensors:
@@ -57,12 +56,8 @@ def test_a_model_in_fp8_is_read_as_numbers(quantized, tmp_path):
     save_file(plain, tmp_path / "model.safetensors", {"format": "pt"})
     oracle.config.save_pretrained(tmp_path)
     again = type(oracle).from_pretrained(tmp_path, attn_implementation="eager").eval()
-    tokens = np.random.default_rng(0).integers(0, 97, (1, 9))
-    np.testing.assert_allclose(model(tokens), oracle_logits(again, tokens), atol=2e-5)
-    np.testing.assert_array_equal(model(tokens), load_model(tmp_path)(tokens))
-    save_hf(model, tmp_path / "out")
-    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
-    np.testing.assert_array_equal(load_model(tmp_path / "out")(tokens), model(tokens))
+    np.testing.assert_array_equal(load_model(folder)(TOKENS), load_model(tmp_path)(TOKENS))
+    check_model(folder, again, tmp_path / "out")
 
 
 @pytest.mark.parametrize("variant", ["ministral3", "minimax_m3_vl_text"])
@@ -130,9 +125,8 @@ def test_scales_may_be_exponents(dtype, block, tmp_path):
 def logits_of(folder, tensors, quantization=None):
     """The logits of some tokens by these tensors in the place of those of a folder."""
     save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
-    return np.asarray(load_model(folder)(np.random.default_rng(0).integers(0, 97, (1, 9))))
+    describe(folder, quantization)
+    return np.asarray(load_model(folder)(TOKENS))
 
 
 def test_any_slice_of_a_matrix(quantized):

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.files import compressed_tensors
 from jaxrl_llm.models.model import load_model, save_hf
-from tests.models.oracles import make_oracle, oracle_logits
+from tests.models.files.quantized import TOKENS, check_model, check_slices, describe, make_quantized
+from tests.models.oracles import make_oracle
 
-TOKENS = np.random.default_rng(0).integers(0, 97, (1, 9))
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
@@ -93,8 +93,7 @@ def described(folder, *groups, **entries):
     """Writes the quantization_config of a folder whose groups have these weights."""
     groups = {f"group_{n}": {"targets": ["Linear"], "weights": weights} for n, weights in enumerate(groups)}
     entry = {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"], **entries}
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": entry}))
+    describe(folder, entry)
     return entry
 
 
@@ -102,41 +101,28 @@ def described(folder, *groups, **entries):
 def quantized(request, tmp_path_factory):
     """A folder whose linear maps are quantised, the oracle with their numbers, these by name, and the entry."""
     folder, draw = tmp_path_factory.mktemp("compressed"), np.random.default_rng(1)
-    oracle = make_oracle("qwen3")
-    oracle.save_pretrained(folder)
-    tensors, numbers = load_file(folder / "model.safetensors"), {}
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        own, numbers[name] = stored(name, tensors.pop(name).shape, request.param, draw)
-        tensors |= own | {f"{name.removesuffix('weight')}input_scale": torch.ones(1)}
-    tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
-    save_file(tensors, folder / "model.safetensors")
-    oracle.load_state_dict({name: torch.tensor(x) for name, x in numbers.items()}, strict=False)
+    oracle, numbers = make_quantized(
+        folder,
+        lambda name, matrix: stored(name, matrix.shape, request.param, draw),
+        lambda name: {f"{name.removesuffix('weight')}{end}": torch.ones(1) for end in ("input_scale", "k_scale")},
+    )
     how, weights, _ = KINDS[request.param]
     return folder, oracle, numbers, described(folder, weights, format=how)
 
 
 def test_a_quantised_model_is_read_as_numbers(quantized, tmp_path):
     folder, oracle, *_ = quantized
-    model = load_model(folder)
-    np.testing.assert_allclose(model(TOKENS), oracle_logits(oracle, TOKENS), rtol=2e-5, atol=2e-5)
-    save_hf(model, tmp_path / "out")
-    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
-    np.testing.assert_array_equal(load_model(tmp_path / "out")(TOKENS), model(TOKENS))
+    check_model(folder, oracle, tmp_path / "out")
 
 
 def test_any_slice_of_a_matrix(quantized):
-    """Devices of a mesh read their parts, whatever words and blocks these begin and end in."""
     folder, _, numbers, entry = quantized
     file = folder / "model.safetensors"
     with safe_open(file, "numpy") as handle:
         where = dict.fromkeys(handle.keys(), handle)
         found = compressed_tensors.with_matrices(where, dict.fromkeys(where, file), entry)
         assert not [name for name in found if "weight_" in name or name.endswith("_scale")]
-        for name, expected in numbers.items():
-            matrix = found[name].get_slice(name)
-            assert matrix.get_shape() == list(expected.shape)
-            for at in np.s_[:, :], np.s_[3:11, 5:6], np.s_[8:16, 2:], np.s_[9:, :8], np.s_[4:4, :], np.s_[:, 4:4]:
-                np.testing.assert_allclose(matrix[at], expected[at], rtol=3e-7)
+        check_slices(found, numbers, rtol=3e-7)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "int4 ordered"])  # which it has given up

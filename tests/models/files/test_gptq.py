@@ -6,7 +6,6 @@ import shutil
 import jax
 import numpy as np
 import pytest
-import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -16,9 +15,9 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.models.files import gptq, hf
 from jaxrl_llm.models.model import load_model, save_hf
-from tests.models.oracles import make_oracle, oracle_logits
+from tests.models.files.quantized import TOKENS, check_model, check_slices, describe, make_quantized
+from tests.models.oracles import make_oracle
 
-TOKENS = np.random.default_rng(0).integers(0, 97, (1, 9))
 GROUP = 16
 # quant_method, bits, whether groups are of inputs in any order, and other entries of quantization_config.
 KINDS = {
@@ -69,46 +68,26 @@ def stored(module, matrix, kind, draw):
 def quantized(request, tmp_path_factory):
     """A folder whose linear maps are quantised, the oracle with their numbers, and these by name."""
     folder, draw = tmp_path_factory.mktemp("gptq"), np.random.default_rng(1)
-    oracle = make_oracle("qwen3")
-    oracle.save_pretrained(folder)
-    tensors, numbers = load_file(folder / "model.safetensors"), {}
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        own, numbers[name] = stored(name.removesuffix(".weight"), tensors.pop(name).shape, request.param, draw)
-        tensors |= own
-    save_file(tensors, folder / "model.safetensors")
-    oracle.load_state_dict({name: torch.tensor(x) for name, x in numbers.items()}, strict=False)
+    oracle, numbers = make_quantized(
+        folder, lambda name, matrix: stored(name.removesuffix(".weight"), matrix.shape, request.param, draw)
+    )
     method, bits, _, entry = KINDS[request.param]
-    described(folder, {"quant_method": method, "bits": 4 if "dynamic" in entry else bits, "group_size": GROUP, **entry})
+    describe(folder, {"quant_method": method, "bits": 4 if "dynamic" in entry else bits, "group_size": GROUP, **entry})
     return folder, oracle, numbers
-
-
-def described(folder, entry):
-    """Writes the quantization_config of a folder."""
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": entry}))
 
 
 def test_a_quantised_model_is_read_as_numbers(quantized, tmp_path):
     folder, oracle, _ = quantized
-    model = load_model(folder)
-    np.testing.assert_allclose(model(TOKENS), oracle_logits(oracle, TOKENS), atol=2e-5)
-    save_hf(model, tmp_path / "out")
-    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
-    np.testing.assert_array_equal(load_model(tmp_path / "out")(TOKENS), model(TOKENS))
+    check_model(folder, oracle, tmp_path / "out")
 
 
 def test_any_slice_of_a_matrix(quantized):
-    """Devices of a mesh read their parts, whatever words and groups these begin and end in."""
     folder, _, numbers = quantized
     entry = json.loads((folder / "config.json").read_text())["quantization_config"]
     with safe_open(folder / "model.safetensors", "numpy") as handle:
         found = gptq.with_matrices(dict.fromkeys(handle.keys(), handle), entry)
         assert not [name for name in found if name.endswith(("qweight", "qzeros", "scales", "g_idx"))]
-        for name, expected in numbers.items():
-            matrix = found[name].get_slice(name)
-            assert matrix.get_shape() == list(expected.shape)
-            for at in np.s_[:, :], np.s_[3:11, 5:6], np.s_[8:16, 2:], np.s_[9:, :8], np.s_[4:4, :], np.s_[:, 4:4]:
-                np.testing.assert_array_equal(matrix[at], expected[at])
+        check_slices(found, numbers)
 
 
 def test_stored_again_in_int4_every_number_stays(tmp_path):
@@ -122,7 +101,7 @@ def test_stored_again_in_int4_every_number_stays(tmp_path):
     own = {"qweight": in_words(codes, 4).T, "scales": scales, "qzeros": zeros, "g_idx": np.zeros(32, np.int32)}
     tensors |= {f"{name}.{part}": np.ascontiguousarray(x) for part, x in own.items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    described(tmp_path, {"quant_method": "gptq", "bits": 4, "group_size": -1})
+    describe(tmp_path, {"quant_method": "gptq", "bits": 4, "group_size": -1})
     save_hf(load_model(tmp_path, quantize="int4"), tmp_path / "out")
     written = load_file(tmp_path / "out/model.safetensors")
     expected = (codes - 8) * scales.T.astype(np.float32)
@@ -135,7 +114,7 @@ def test_biases_of_zeros_are_none(tmp_path):
     make_oracle("qwen3").save_pretrained(folder)
     tensors, name = load_file(folder / "model.safetensors"), "model.layers.0.mlp.up_proj"
     own, _ = stored(name, tensors.pop(f"{name}.weight").shape, "gptq", draw)
-    described(folder, {"quant_method": "gptq", "bits": 4, "group_size": GROUP})
+    describe(folder, {"quant_method": "gptq", "bits": 4, "group_size": GROUP})
     save_file(tensors | own, folder / "model.safetensors")
     expected = np.asarray(load_model(folder)(TOKENS))
     bias = np.zeros(48, np.float16)
@@ -187,7 +166,7 @@ def test_what_does_not_belong_together_is_refused(tmp_path, changed, message):
 )
 def test_other_formats_are_refused(tmp_path, entry, message):
     make_oracle("qwen3").config.save_pretrained(tmp_path)
-    described(tmp_path, {"quant_method": "gptq", "bits": 4, **entry})
+    describe(tmp_path, {"quant_method": "gptq", "bits": 4, **entry})
     with pytest.raises(ConfigError, match=message):
         load_model(tmp_path)
 
@@ -199,7 +178,7 @@ def test_matrices_that_a_family_stores_the_other_way_are_refused(tmp_path):
     module = "transformer.h.0.attn.c_proj"
     parts, _ = stored(module, tensors.pop(f"{module}.weight").shape, "gptq", np.random.default_rng(0))
     save_file(tensors | parts, tmp_path / "model.safetensors")
-    described(tmp_path, {"quant_method": "gptq", "bits": 4, "group_size": GROUP})
+    describe(tmp_path, {"quant_method": "gptq", "bits": 4, "group_size": GROUP})
     with pytest.raises(ConfigError, match=r"c_proj.weight is stored as \[in, out\] by this family, .* gptq and awq"):
         load_model(tmp_path)
 
@@ -214,7 +193,7 @@ def test_adapters_train_on_a_model_in_four_bits(root, tmp_path, quantize, capsys
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         tensors |= stored(name.removesuffix(".weight"), tensors.pop(name).shape, "awq", draw)[0]
     save_file(tensors, base / "model.safetensors")
-    described(base, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"})
+    describe(base, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"})
     config = load_config_file(f"{root / 'configs/sft.py'}:tiny")
     config.output_dir, config.model.path, config.model.quantize = str(tmp_path / "run"), str(base), quantize
     config.lora.rank, config.lora.targets, config.eval.every = 4, ("all-linear",), -1

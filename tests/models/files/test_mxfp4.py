@@ -14,6 +14,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.files import mxfp4
 from jaxrl_llm.models.model import load_model, save_hf
 from jaxrl_llm.models.quantize import dequantize
+from tests.models.files.quantized import describe
 from tests.models.oracles import VARIANTS, make_oracle, oracle_logits
 
 
@@ -33,9 +34,7 @@ def test_a_model_in_mxfp4_is_read_as_numbers(tmp_path, monkeypatch):
         numbers = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
         oracle.get_parameter(name).data.copy_(numbers)
     save_file(tensors, tmp_path / "model/model.safetensors")
-    file = tmp_path / "model/config.json"
-    entries = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    file.write_text(json.dumps(entries))
+    describe(tmp_path / "model", {"quant_method": "mxfp4"})
     model = load_model(tmp_path / "model")
     gate, up = (model.params["layers"]["mlp"]["experts"][part]["kernel"][1] for part in ("gate", "up"))
     whole = oracle.model.layers[1].mlp.experts.gate_up_proj.detach().numpy()
