@@ -367,10 +367,10 @@ def gae(token_rewards, values, mask, gamma=1.0, lam: ArrayLike = 1.0) -> tuple[A
     """Returns generalised advantage estimates and value targets, `(advantages [N, T], returns [N, T])`.
 
     Shapes: `token_rewards, values, mask [N, T]`; both results are zero outside the mask. Formula, from the right and
-    over masked tokens only: `delta_t = r_t + gamma * V_next - V_t`, `A_t = delta_t + gamma * lam * A_next`
-    (`lam` a number, or one for each row `[N]`),
-    `returns = A + V`; the value after the last token is 0. Outside the mask A_next and V_next are carried through, so
-    values and rewards on observation tokens have no effect. The advantages are not whitened.
+    over masked tokens only: `delta_t = r_t + gamma * V_next - V_t`, `A_t = delta_t + gamma * lam * A_next` (`lam` a
+    number, or one for each row `[N]`), `returns = A + V`; the value after the last token is 0. Outside the mask A_next
+    and V_next are carried through, so values and rewards on observation tokens have no effect. The advantages are not
+    whitened.
     Source: GAE, arXiv 1506.02438.
     """
     token_rewards, values = as_float(token_rewards), as_float(values)

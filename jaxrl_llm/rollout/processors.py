@@ -39,7 +39,7 @@ def processed_logits(logits, sampling: SamplingParams, prompts: Prompts, rows: R
         logits -= sampling.presence_penalty * (counts > 0)
     if sampling.bad_words:
         words = padded_words(sampling.bad_words, len(sampling.bad_words), max(map(len, sampling.bad_words)), vocab)
-        completes = _completes(_recent(words.shape[-1] - 1, prompts, text, places), words[..., :-1])
+        completes = _completes(words[..., :-1], prompts, text, places)
         logits = logits.at[..., words[:, -1]].min(jnp.where(completes, -jnp.inf, jnp.inf))
     if sampling.min_tokens and eos:
         early = (places < sampling.min_tokens)[..., None]
@@ -75,7 +75,7 @@ def processed_by_row(logits, sampling: RowSampling, prompts: Prompts, rows: Rows
     counts = _counts_of_rows(text, before & ~rows.observed[..., None, :], vocab)
     logits = logits - frequency[..., None, None] * counts - presence[..., None, None] * (counts > 0)
     words = sampling.bad_words
-    completes = _completes(_recent(words.shape[-1] - 1, prompts, text, places), words[..., None, :, :-1])
+    completes = _completes(words[..., None, :, :-1], prompts, text, places)
     logits = put(logits, words[..., -1], jnp.where(completes, -jnp.inf, jnp.inf), "min")
     early = places < sampling.min_tokens[..., None]
     ends = jnp.where(sampling.ends < 0, vocab, sampling.ends)
@@ -121,20 +121,15 @@ def _counts_of_rows(text, real, vocab: int):
     return jax.vmap(of_row)(text, real)
 
 
-def _recent(width: int, prompts: Prompts, text, places):
-    """The tokens `[G,R,W,width]` in front of each place, in prompt and completion; -1 where there are none."""
-    if not width:
-        return jnp.zeros((*places.shape, 0), jnp.int32)
+def _completes(prefixes, prompts: Prompts, text, places):
+    """Booleans, true where the tokens in front of a place `[G,R,W]` equal a prefix of `[..., words, width]`."""
+    width = prefixes.shape[-1]
     prompt_shape = (*text.shape[:2], prompts.tokens.shape[-1])
     whole = jnp.concatenate([jnp.broadcast_to(prompts.tokens[:, None], prompt_shape), text], axis=-1)
     in_prompt = jnp.broadcast_to(prompts.mask[:, None], prompt_shape)
     is_token = jnp.concatenate([in_prompt, jnp.ones(text.shape, bool)], axis=-1)
-    whole = jnp.where(is_token, whole, -1)
+    whole = jnp.where(is_token, whole, -1)  # -1 where there is no token
     index = prompt_shape[-1] + places[..., None] - width + jnp.arange(width)
     recent = jnp.take_along_axis(whole[:, :, None], jnp.clip(index, 0, whole.shape[-1] - 1), axis=-1)
-    return jnp.where(index < 0, -1, recent)
-
-
-def _completes(recent, prefixes):
-    """Booleans, true where the tokens `[G,R,W,width]` in front of a place equal a prefix of `[..., words, width]`."""
+    recent = jnp.where(index < 0, -1, recent)
     return ((recent[..., None, :] == prefixes) | (prefixes == ANYTHING)).all(-1)

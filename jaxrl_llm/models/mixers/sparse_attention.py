@@ -2,8 +2,9 @@
 
 An indexer of few small heads rates the tokens that a token sees, and it attends to the `index_top` best of them. The
 choice has no gradient, so that training keeps the indexer as it is. It may serve the layers behind it too (arXiv
-2603.12201). Rows of up to `index_top` tokens see everything,
-and are not rated. Letters: i heads of the indexer, e numbers of each; others as in latent_attention.py.
+2603.12201). Rows of up to `index_top` tokens see everything, and are not rated.
+
+Letters: i heads of the indexer, e numbers of each; others as in latent_attention.py.
 """
 
 from typing import NamedTuple
