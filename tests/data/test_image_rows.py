@@ -294,4 +294,6 @@ def test_a_stream_reads_images(folder):
     tokenizer, spec = tokenizer_of(config), data_spec(config)
     sources = opening.open_sources(spec, tokenizer, [{"prompt": "<image>", "images": [IMAGE]}])
     (row,) = next(loading.stream(spec, sources, "prompts", tokenizer))
-    assert len(np.asarray(row["pixels"])) == len(row["pixels"])
+    expected = reader("prompts", tokenizer)({"prompt": "<image>", "images": [IMAGE]})
+    assert expected is not None and row["prompt_ids"] == expected["prompt_ids"]
+    np.testing.assert_array_equal(np.asarray(row["pixels"]), np.asarray(expected["pixels"]))

@@ -43,7 +43,7 @@ def config(root, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streaming", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("streaming", [False, True])
 def test_training_on_axolotls_datasets(config, streaming):
     config.data.streaming = streaming
     result = train(config)

@@ -15,10 +15,7 @@ EXAMPLES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("heading", "block"),
-    [pytest.param(*one, id=one[0], marks=pytest.mark.slow if i else ()) for i, one in enumerate(EXAMPLES)],
-)
+@pytest.mark.parametrize(("heading", "block"), EXAMPLES, ids=[heading for heading, _ in EXAMPLES])
 def test_examples_run(heading, block, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec(compile(block, heading, "exec"), {"__name__": "example"})

@@ -243,9 +243,7 @@ import sys
 import jax
 process = int(sys.argv[2])
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, process)
-from jaxrl_llm.rewards.signatures import RewardError
 from jaxrl_llm.rewards.runner import Logged
-from jaxrl_llm.training.setup.sources import build_rewards
 from jaxrl_llm.training.logging.reward_metrics import over_processes
 own = Logged({"both": [1.0, 1.0] if process else [4.0], f"only/{process}": [2.0]}, {"total": 1.5}, {})
 print({name: float(value) for name, value in sorted(over_processes(own).items())})

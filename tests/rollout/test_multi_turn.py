@@ -49,9 +49,7 @@ def sample_rows(params, server, kind=Engine, **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes", [pytest.param({"chunk": 3}, marks=pytest.mark.slow), {"chunk": 2, "slots": 5}], ids=str
-)
+@pytest.mark.parametrize("changes", [{"chunk": 3}, {"chunk": 2, "slots": 5}], ids=str)
 def test_observation_tokens_are_not_learned(params, changes):
     server = Echo(slow=(1, 6))
     rollout = sample_rows(params, server, **changes)

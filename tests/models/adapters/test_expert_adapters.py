@@ -147,7 +147,7 @@ def test_merged_unrolled_and_padded_they_are_the_same(params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int8", pytest.param("nf4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_beside_quantised_matrices_the_sampler_has_experts_merged(kind):
     """The adapters of the other matrices stay beside them; a sampler in 8 bits of a plain policy has all merged."""
     net = Net(dataclasses.replace(CONFIG, quantize=kind, quantize_experts="none", lora=SHAPE))

@@ -249,7 +249,6 @@ def full_disk(*arguments):
 SHARDED = """
 import dataclasses, sys
 import jax, numpy as np
-from pathlib import Path
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.files.weight_versions import LocalCheckpoint, Publisher

@@ -11,7 +11,7 @@ SCRIPT = """
 import jax, numpy as np
 from jaxrl_llm.distributed import processes
 processes.join()
-from jaxrl_llm.distributed.sharding import make_mesh, row_sharding, rows_to_global
+from jaxrl_llm.distributed.sharding import make_mesh, rows_to_global
 from jaxrl_llm.training.checkpoint import checksums
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
 from jaxrl_llm.training.update import State
