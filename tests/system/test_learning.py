@@ -77,4 +77,5 @@ def test_offline(root, tmp_path, name):
         assert after["eval/accuracy"] > 0.7 and after["eval/loss"] < before["eval/loss"] - 0.15
     else:
         assert after["eval/rewards/margins"] > before["eval/rewards/margins"] + 0.01
+        assert after["eval/loss"] < before["eval/loss"]
         assert after["eval/rewards/accuracies"] >= max(before["eval/rewards/accuracies"], 0.8)

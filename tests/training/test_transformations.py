@@ -291,15 +291,6 @@ SETTINGS["lisa"] = {"lisa_layers": 1, "lisa_every": 3, "learning_rate": 1e-4}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SETTINGS)
-def test_microbatches_do_not_change_the_update(case):
-    settings, batch = {f"optimizer__{key}": value for key, value in SETTINGS[case].items()}, make_batch(rows=8)
-    whole, _ = run_update(config_with(**settings), batch, 3)
-    parts, _ = run_update(config_with(**settings, batch__microbatch_rows=2), batch, 3)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), parts.params, whole.params)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SETTINGS)
 def test_states_in_the_hosts_memory_change_nothing(case):
     settings, batch = {f"optimizer__{key}": value for key, value in SETTINGS[case].items()}, make_batch()
     plain, _ = run_update(config_with(**settings), batch, 2)
