@@ -19,6 +19,7 @@ from typing import Any
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.config.user_code import contained, error_text
 
+MOST_LISTED = 60  # names of a module that a message has room for
 WORDS = {"true": True, "false": False, "none": None}  # of options, as on a command line, beside Python's own
 
 
@@ -182,7 +183,8 @@ def _attribute(name: str, module: ModuleType, attribute: str) -> Any:
     if hasattr(module, attribute):
         return getattr(module, attribute)
     known = sorted(_public_callables(module))
-    near = f"; it defines {', '.join(known)}; the closest is {closest(attribute, known)}" if known else ""
+    listed = f"; it defines {', '.join(known)}" if 0 < len(known) <= MOST_LISTED else ""
+    near = f"{listed}; the closest is {closest(attribute, known)}" if known else ""
     raise ConfigError(f"cannot find {name!r}: {module.__file__} has no {attribute!r}{near}")
 
 

@@ -66,6 +66,9 @@ def contradictions(config: ConfigDict) -> Iterator[str]:
             f"{algorithm.name!r}: set it to 0; a preference loss takes it in brackets, "
             f"algorithm.loss='dpo(label_smoothing={algorithm.label_smoothing})'"
         )
+    for key, value in (("model.path", config.model.path), ("data.path", config.data.path)):
+        if not value.strip():  # which would be the current folder
+            yield f"{key} is empty (is it an unset variable of the shell?), but it takes a name or a folder"
     for axis, size in config.mesh.items():
         if size == 0:
             yield f"mesh.{axis} is 0, but it takes 1 or more, or -1 for the devices that the others leave"

@@ -13,11 +13,12 @@ from jaxrl_llm.environments.tool_calls import PROBE_CALL, PROBE_TOOL, ToolCall, 
 from jaxrl_llm.models.adapters.lora import has_adapters, without_adapters
 from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.families import rotary
-from jaxrl_llm.models.files import quantized
-from jaxrl_llm.models.model import Model
+from jaxrl_llm.models.files import hf, quantized
+from jaxrl_llm.models.model import Model, base_and_adapter
 from jaxrl_llm.models.quantize import BYTES
 from jaxrl_llm.training.advantages import AdvantageStep
 from jaxrl_llm.training.setup import specs
+from jaxrl_llm.training.setup.data import model_entries
 from jaxrl_llm.training.setup.worker import played_environments
 
 SMALL_RATE = 5e-6  # the smallest at which 16-bit parameters were seen to follow float32 ones (docs/scaling.md)
@@ -29,6 +30,7 @@ def warnings_of(
     """All of them; `advantages` are those of an online algorithm."""
     return [
         *unread(config, has_adapters(model.params), environments is not None),
+        *unread_entries(config),
         *rotary.unread(model.hf_config or {}),
         *narrow_updates(config, model),
         *untrained_policy(config),
@@ -37,6 +39,22 @@ def warnings_of(
         *experts_left_out(config, model),
         *read_as_numbers(config, model),
     ]
+
+
+def unread_entries(config) -> list[str]:
+    """A warning for entries of model.overrides without which the network is the same, and which its file has not."""
+    if not (entries := model_entries(config)):
+        return []
+    folder = hf.locate(base_and_adapter(config.model.path, None)[0], revision=config.model.revision, config_only=True)
+    held, net = hf.read_config(folder), hf.load_net(folder, entries).config
+    known = {*held, *(held.get("text_config") or {}), "bos_token_id", "eos_token_id", "pad_token_id"}
+    unread = [
+        name
+        for name in entries.keys() - known
+        if hf.load_net(folder, {key: value for key, value in entries.items() if key != name}).config == net
+    ]
+    shown = f"of {config.model.path}, and the network reads no such entry"
+    return [f"model.overrides: {', '.join(sorted(unread))} is not in config.json {shown}"] if unread else []
 
 
 def narrow_updates(config, model: Model) -> list[str]:

@@ -121,6 +121,8 @@ def test_what_a_run_keeps_and_where(root, tmp_path):
     [
         ({"output_dir": ""}, r"output_dir is empty \(is it an unset variable"),
         ({"output_dir": " "}, "output_dir is empty"),
+        ({"model.path": ""}, r"model\.path is empty \(is it an unset variable"),
+        ({"data.path": ""}, r"data\.path is empty"),
         ({"optimizer.learning_rate": 1e30}, r"optimizer\.learning_rate is 1e\+30, but it takes .* <= 100"),
         ({"optimizer.learning_rate": math.nan}, r"optimizer\.learning_rate is nan"),
         ({"algorithm.beta": 1e30}, r"algorithm\.beta is 1e\+30"),

@@ -184,11 +184,13 @@ def test_another_tokenizer_and_entries_of_config_json(config, tmp_path):
         jaxrl_llm.train(config)
 
 
-def test_rotary_numbers_that_are_not_used_are_a_warning(config, capsys):
+def test_entries_of_a_model_that_are_not_used_are_a_warning(config, capsys):
     yarn = "{'rope_type': 'yarn', 'factor': 2.0, 'original_max_position_embeddings': 64, 'attn_factor': 0.9}"
-    config.model.overrides, config.total_steps = f"rope_scaling={yarn}", 0
+    config.model.overrides, config.total_steps = f"rope_scaling={yarn}, rope_thetta=500.0", 0
     jaxrl_llm.train(config)
-    assert "attn_factor = 0.9 among the rotary parameters is not used" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "attn_factor = 0.9 among the rotary parameters is not used" in said
+    assert "model.overrides: rope_thetta is not in config.json of embedded:sort, and the network reads no such" in said
 
 
 def test_a_family_of_ones_own(config, tmp_path):
