@@ -301,3 +301,21 @@ def test_data_sets_that_are_joined(joined, weights):
         one if weight is None else {"weight": weight, **one} for one, weight in zip(sources, weights, strict=True)
     )
     assert "known only when" not in text and "no known key" not in text
+
+
+@pytest.mark.parametrize(
+    ("launch", "rows", "fsdp"),
+    [
+        ("--accelerate_config zero3", 16, -1),
+        ("--accelerate_config fsdp2 --num_processes 4", 8, -1),
+        ("--accelerate_config single_gpu", 2, 1),
+        ("--accelerate_config multi_gpu", 16, 1),
+    ],
+)
+def test_how_accelerate_starts_a_command(launch, rows, fsdp):
+    Path("run.sh").write_text(
+        f"trl dpo --model_name_or_path m --dataset_name d --max_steps 2 --per_device_train_batch_size 2 {launch}\n"
+    )
+    config, text = migrate("run.sh")
+    assert (config.batch.prompts, config.mesh.fsdp) == (rows, fsdp)
+    assert "no known key" not in text and "one device is assumed" not in text

@@ -54,9 +54,10 @@ def apply(draft: Draft, trainer: str, options: Options) -> Draft:
         trl_settings.generation(draft)
     trl_settings.model(draft)
     trl_settings.data(draft, trainer)
-    devices = options.devices or int(draft.get("num_processes") or 0)
+    launched = NAMES["processes"].get(str(draft.get("accelerate_config")), 0)
+    devices = options.devices or int(draft.get("num_processes") or launched)
     if devices:
-        draft.use("num_processes", "num_machines")
+        draft.use("num_processes", "num_machines", "accelerate_config")
     else:
         draft.check("one device is assumed: TRL counts batches per device, so add --devices=N if there were more")
     if draft.source.library == "trl":

@@ -123,6 +123,8 @@ def model(draft: Draft) -> None:
             draft.set("lora.modules_to_save", modules, "modules_to_save", "lora_modules_to_save")
         _modules(draft)
     sharded = [key for key in ("fsdp", "fsdp_config", "deepspeed") if draft.get(key)]
+    launched = ("accelerate_config", "config_file")  # names of TRL's, and files that are mostly named so
+    sharded += [key for key in launched if re.search(r"zero_?[123]|fsdp", str(draft.get(key)))]
     if sharded:
         draft.set("mesh.fsdp", -1, *sharded)
         draft.set("mesh.data", 1, *sharded)
