@@ -319,3 +319,12 @@ def test_how_accelerate_starts_a_command(launch, rows, fsdp):
     config, text = migrate("run.sh")
     assert (config.batch.prompts, config.mesh.fsdp) == (rows, fsdp)
     assert "no known key" not in text and "one device is assumed" not in text
+
+
+def test_completions_without_a_limit():
+    config, text = migrated(
+        "from trl import GRPOConfig, GRPOTrainer\ndef look(word: str) -> str:\n    return word\n"
+        "GRPOTrainer('org/m', 'org/judge', GRPOConfig(max_steps=2, max_completion_length=None), tools=[look])\n"
+    )
+    assert (config.rollout.max_completion_length, config.environment.max_turns) == (1024, 1024)
+    assert "max_completion_length is None, which is no limit" in text

@@ -173,6 +173,9 @@ def data(draft: Draft, trainer: str) -> None:
         "grpo", "gmpo", "asyncgrpo", "rloo", "distillation", "serverdistillation", "asyncdistillation", "iwopd", "sdpo",
         "sdft",
     )  # fmt: skip
+    if trainer in sampling and "rollout.max_completion_length" not in draft.values:
+        draft.set("rollout.max_completion_length", 1024, "max_completion_length")
+        draft.check("max_completion_length is None, which is no limit; rollout.max_completion_length is 1024 here")
     key = "shuffle_dataset" if trainer in sampling else "train_sampling_strategy"
     draft.set("data.shuffle", draft.get(key) not in (False, "sequential"), key)
     if trainer not in (*sampling, "ppo", "a2po", "onlinedpo"):
