@@ -1,11 +1,17 @@
 """Model families: one file per Hugging Face `model_type`, with its config and its tensor names in both directions.
 
-A family is a module with `MODEL_TYPE`, `ARCHITECTURE`, `KEYS`, `to_config` and `from_config`; where checkpoints have
-other tensor names too, the tables of `OTHER_KEYS` are read as well, and never written. `MODULE_KEYS` is the table of
-the names in transformers' class, where files have others: PEFT knows modules by them. Where these tables differ from
-net to net, `keys(config)`, `other_keys(config)` and `module_keys(config)` give them. `unused_tensors(config)` are the
-names of tensors that files may have and that are not read, and UNREAD how the names of those of whole parts begin.
-`CHAT_TEMPLATE` is that of tokenizers that have none, where the family has one of its own.
+A family is a module with `MODEL_TYPE`, `ARCHITECTURE`, `KEYS` and two functions, which no file describes again:
+
+- `to_config(hf, **overrides)` is the ModelConfig of the entries `hf` of a config.json, with other fields as `overrides`
+  say. It raises ConfigError for what the network does not compute.
+- `from_config(config, base)` are the entries of config.json for a net, over those of `base`, the one it was loaded
+  from, or None. It raises ConfigError for a net that the family does not have, as one without a vision part.
+
+Where checkpoints have other tensor names too, the tables of `OTHER_KEYS` are read as well, and never written.
+`MODULE_KEYS` is the table of the names in transformers' class, where files have others: PEFT knows modules by them.
+Where these tables differ from net to net, `keys(config)`, `other_keys(config)` and `module_keys(config)` give them.
+`unused_tensors(config)` are the names of tensors that files may have and that are not read, and UNREAD how the names of
+those of whole parts begin. `CHAT_TEMPLATE` is that of tokenizers that have none, where the family has one of its own.
 """
 
 import dataclasses

@@ -6,14 +6,14 @@ Three of four layers have a window and rotary positions, the others neither; eac
 import math
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, layer_types
+from jaxrl_llm.models.families import decoder, deepseek_v3, layer_types
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
-from jaxrl_llm.models.families.entries import computed, experts_of, first_layers, number, positive
+from jaxrl_llm.models.families.entries import computed, first_layers, positive
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "afmoe"
 ARCHITECTURE = "Afmoe"
-ROUTER = "layers/mlp/router/kernel"
+ROUTER = "router.gate"
 
 
 def _keys(experts: tuple[TensorName, ...]) -> tuple[TensorName, ...]:
@@ -27,15 +27,13 @@ def _keys(experts: tuple[TensorName, ...]) -> tuple[TensorName, ...]:
         *decoder.QK_NORMS,
         *linear("layers/attention/gate", f"{LAYER}self_attn.gate_proj"),
         *decoder.FEED_FORWARD,
-        TensorName(ROUTER, f"{LAYER}mlp.router.gate.weight", transpose=True),
-        TensorName("layers/mlp/correction", f"{LAYER}mlp.expert_bias"),
-        *decoder.maps("layers/mlp/shared", f"{LAYER}mlp.shared_experts", decoder.GATED),
-        *(key for key in experts if key.path != ROUTER),
+        *deepseek_v3.beside_experts("mlp", "expert_bias"),
+        *experts,
     )
 
 
-KEYS = _keys(decoder.experts("mlp"))
-OTHER_KEYS = (_keys(decoder.stacked_experts("mlp")),)
+KEYS = _keys(decoder.experts("mlp", router=ROUTER))
+OTHER_KEYS = (_keys(decoder.stacked_experts("mlp", ROUTER)),)
 DEFAULTS = {
     "head_dim": 128,
     "rms_norm_eps": 1e-5,
@@ -49,47 +47,39 @@ DEFAULTS = {
     "moe_intermediate_size": 1408,
     "route_scale": 1.0,
 }  # for entries that are left out
+FIELDS = decoder.EXPERTS | decoder.ATTENTION_BIAS | {"routed_scale": "route_scale"}  # that are an entry each
 # Entries of the files for transformers 4, with which routers do what those of transformers 5 do.
 FIXED = {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     computed(hf, FIXED)
     every, channels = positive(hf, "global_attn_every_n_layers"), positive(hf, "moe_intermediate_size")
     windows = layer_types.read(hf, lambda layer: (layer + 1) % every != 0)
     own = {
         **windows,
-        **decoder.attention_biases(hf),
-        **experts_of(hf, "num_experts", "num_experts_per_tok"),
+        **decoder.read_fields(hf, FIELDS),
         "unrotated_layers": layer_types.outside(hf, windows),
         "norms": "both",
         "qk_norm": "head",
         "attention_gate": "numbers",
         "embed_scale": math.sqrt(positive(hf, "hidden_size")) if hf["mup_enabled"] else 1.0,
-        "expert_ffn": channels,
         "shared_expert_ffn": channels * positive(hf, "num_shared_experts"),
         "dense_layers": first_layers(hf, "num_dense_layers"),
         "router_sigmoid": True,
         "router_correction": True,
         "normalize_top_k": True,
-        "routed_scale": number("route_scale", hf["route_scale"]),
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {
         **layer_types.write(config, base),
-        "num_experts": config.experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "moe_intermediate_size": config.expert_ffn,
-        "attention_bias": config.attention_bias,
+        **decoder.write_fields(config, FIELDS),
         "mup_enabled": config.embed_scale != 1.0,
         "num_shared_experts": config.shared_expert_ffn // max(config.expert_ffn, 1),
         "num_dense_layers": len(config.dense_layers),
-        "route_scale": config.routed_scale,
     }
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -5,7 +5,7 @@ import functools
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, rotary
-from jaxrl_llm.models.families.decoder import LAYER, TensorName
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, norms
 from jaxrl_llm.models.families.entries import computed
 from jaxrl_llm.models.layers import XIELU_NUMBERS
 from jaxrl_llm.models.model_config import ModelConfig
@@ -14,8 +14,7 @@ MODEL_TYPE = "apertus"
 ARCHITECTURE = "Apertus"
 KEYS = (
     *decoder.ENDS,
-    TensorName("layers/input_norm/scale", f"{LAYER}attention_layernorm.weight"),
-    TensorName("layers/post_attention_norm/scale", f"{LAYER}feedforward_layernorm.weight"),
+    *norms("layers/", LAYER, {"input_norm": "attention_layernorm", "post_attention_norm": "feedforward_layernorm"}),
     *decoder.ATTENTION,
     *decoder.QK_NORMS,
     *decoder.FEED_FORWARD[2:],
@@ -33,7 +32,6 @@ COMPUTED = {"qk_norm": True, "post_norm": False, "mlp_bias": False}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     return read(hf, ARCHITECTURE, overrides)
 
 
@@ -48,7 +46,6 @@ def read(
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return write(config, base, ARCHITECTURE, MODEL_TYPE, {})
 
 

@@ -18,7 +18,6 @@ HEAD = "output_vocab_size"  # rows of the head, where it has fewer than the embe
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     rows = positive(hf, "vocab_size")
     head = rows if hf.get(HEAD) is None else positive(hf, HEAD)
     if head > rows:
@@ -29,7 +28,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     head = config.vocab_size if config.unpredicted else None
     own = {"vocab_size": config.embeddings, HEAD: head}
     return apertus.write(config, base, ARCHITECTURE, MODEL_TYPE, own)

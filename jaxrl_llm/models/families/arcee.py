@@ -13,15 +13,11 @@ ACTIVATIONS = {"relu2": "relu2"}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    own = llama.own_fields(hf) | {"ffn_gate": False}
+    own = decoder.read_fields(hf, llama.FIELDS) | {"ffn_gate": False}
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, activations=ACTIVATIONS)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
-    own: dict[str, Any] = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
-    if base is None:
-        own |= {"hidden_act": "relu2"}
+    own = decoder.write_fields(config, llama.FIELDS) | ({"hidden_act": "relu2"} if base is None else {})
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

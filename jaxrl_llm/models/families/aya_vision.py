@@ -38,7 +38,6 @@ TEXT_DEFAULTS = dict.fromkeys(TEXTS, _SIZES)
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     computed(hf, {"vision_feature_select_strategy": "full", "vision_feature_layer": -1})
     norm = number("adapter_layer_norm_eps", hf["adapter_layer_norm_eps"], above=0)
@@ -69,7 +68,6 @@ def config_of(
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     vision = siglip.vision_of(config)
     own = {
         "model_type": MODEL_TYPE,

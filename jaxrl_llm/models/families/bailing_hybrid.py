@@ -92,7 +92,6 @@ def with_defaults(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = with_defaults(hf)
     computed(hf, {"tie_word_embeddings": False})
     every = positive(hf, "layer_group_size")
@@ -115,7 +114,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     given = base or {}
     names = {name: entry for name, entry in NAMES.items() if name not in given}
     own = renamed(deepseek_v3.entries(config, base), names)

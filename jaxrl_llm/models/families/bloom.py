@@ -36,7 +36,6 @@ SLOPES = 8.0
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | renamed(hf, NAMES)
     hf |= {"hidden_size": hf["n_embed"]} if "n_embed" in hf else {}  # of BigScience's own files
     unset(hf, "apply_residual_connection_post_layernorm")
@@ -54,7 +53,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {} if base is None or "n_embed" not in base else {"n_embed": config.width}
     without = (*decoder.ROTARY_AND_GROUPED, "intermediate_size")
     without = (*without, "hidden_act", "max_position_embeddings") if base is None else without

@@ -14,7 +14,6 @@ DEFAULTS = {"rms_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": 
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | renamed(hf, NAMES)
     own = {
         **decoder.attention_biases(hf),
@@ -28,7 +27,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {
         "attention_bias": config.attention_bias,
         "use_qk_norm": bool(config.qk_norm),

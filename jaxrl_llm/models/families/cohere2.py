@@ -20,7 +20,6 @@ DEFAULTS = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     unset(hf, "use_qk_norm")
     every = positive(hf, "sliding_window_pattern")
@@ -39,7 +38,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {
         **layer_types.write(config, base),
         "attention_bias": config.attention_bias,

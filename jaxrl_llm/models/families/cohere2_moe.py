@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import cohere2, decoder, layer_types
 from jaxrl_llm.models.families.decoder import LAYER
-from jaxrl_llm.models.families.entries import dense_layers, experts_of, mlp_types, number, positive, refuse
+from jaxrl_llm.models.families.entries import dense_layers, mlp_types, number, positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "cohere2_moe"
@@ -24,13 +24,13 @@ DEFAULTS = {
     "norm_topk_prob": True,
     "prefix_dense_sliding_window_pattern": 1,
 }  # for entries that are left out
+FIELDS = decoder.EXPERTS | decoder.ATTENTION_BIAS | {"expert_ffn": "intermediate_size"}  # that are an entry each
 PREFIX = "prefix_dense_intermediate_size"
 ROUTERS = ("softmax", "sigmoid")  # the first one over the chosen experts alone
 COMBINED = {"average": 0.5, "sum": 1.0}  # the share of experts, chosen and shared, by how they are combined
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf, layers = DEFAULTS | hf, positive(hf, "num_hidden_layers")
     first = int(number("first_k_dense_replace", hf.get("first_k_dense_replace") or 0))
     every, of_first = positive(hf, "sliding_window_pattern"), positive(hf, "prefix_dense_sliding_window_pattern")
@@ -45,8 +45,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     rms, rotated = hf.get("rms_norm_eps") is not None, (*windows.get("sliding_layers", ()), *(dense * (of_first == 1)))
     own = {
         **windows,
-        **decoder.attention_biases(hf),
-        **experts_of(hf, "num_experts", "num_experts_per_tok"),
+        **decoder.read_fields(hf, FIELDS),
         "unrotated_layers": tuple(layer for layer in range(layers) if layer not in rotated),
         "rope_interleaved": True,
         "norm_eps": number(name := "rms_norm_eps" if rms else "layer_norm_eps", hf[name]),
@@ -54,7 +53,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         "parallel_ffn": "shared",
         "logit_divisor": 1 / number("logit_scale", hf["logit_scale"], above=0),
         "ffn": channels if hf.get(PREFIX) is None else positive(hf, PREFIX),
-        "expert_ffn": channels,
         "shared_expert_ffn": channels * shared,
         "shared_expert_scale": COMBINED[combined] if shared else 1.0,
         "routed_scale": COMBINED[combined] if shared else 1.0,
@@ -66,18 +64,14 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     names = {scale: name for name, scale in COMBINED.items()}
     norm = {"layer_norm_eps": config.norm_eps} if config.norm_centred else {}
     own: dict[str, Any] = {
         **layer_types.write(config, base),
         **norm,
         "rms_norm_eps": None if config.norm_centred else config.norm_eps,
-        "attention_bias": config.attention_bias,
+        **decoder.write_fields(config, FIELDS),
         "logit_scale": decoder.reciprocal(config.logit_divisor, (DEFAULTS | (base or {}))["logit_scale"]),
-        "intermediate_size": config.expert_ffn,
-        "num_experts": config.experts,
-        "num_experts_per_tok": config.experts_per_token,
         "num_shared_experts": config.shared_expert_ffn // max(config.expert_ffn, 1),
     }
     if base is None:

@@ -21,10 +21,8 @@ DEFAULTS = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     return aya_vision.config_of(DEFAULTS | hf, TEXTS, ARCHITECTURE, "image_token_id", 0.0, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     return aya_vision.entries_of(config, base, TEXTS, ARCHITECTURE, {"model_type": MODEL_TYPE})

@@ -23,14 +23,12 @@ DEFAULTS = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | with_rope(hf)
     own = {**layer_types.read(hf, lambda layer: layer % 4 != 0), "mlp_bias": bool(hf.get("mlp_bias", False))}
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": ROPE["rope_theta"]})
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {"mlp_bias": config.mlp_bias, **layer_types.write(config, base)}
     own |= {"bos_token_id": 128_000} if base is None else {}  # it may not be null
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=with_rope)

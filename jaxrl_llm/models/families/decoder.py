@@ -44,6 +44,11 @@ def layer_norm(path: str, tensor: str) -> tuple[TensorName, TensorName]:
     return TensorName(f"{path}/scale", f"{tensor}.weight"), TensorName(f"{path}/shift", f"{tensor}.bias")
 
 
+def norms(path: str, start: str, words: Mapping[str, str]) -> tuple[TensorName, ...]:
+    """The keys of RMS norms: the scale at `path`NAME, in the files `start`WORD.weight, of each pair of `words`."""
+    return tuple(TensorName(f"{path}{name}/scale", f"{start}{word}.weight") for name, word in words.items())
+
+
 def maps(path: str, block: str, words: Mapping[str, str]) -> tuple[TensorName, ...]:
     """The keys of the linear maps of a block: `path/NAME`, in the files `block.WORD`, of each pair of `words`."""
     return tuple(key for name, word in words.items() for key in linear(f"{path}/{name}", f"{block}.{word}"))
@@ -60,32 +65,28 @@ ENDS = (
     *linear("score/hidden", "score.0"),  # of step heads with a hidden layer
     *linear("score/logits", "score.2"),
 )
-PRE_NORMS = (
-    TensorName("layers/input_norm/scale", f"{LAYER}input_layernorm.weight"),
-    TensorName("layers/post_attention_norm/scale", f"{LAYER}post_attention_layernorm.weight"),
+PRE_NORMS = norms(
+    "layers/", LAYER, {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
 )
 ATTENTION = maps("layers/attention", f"{LAYER}self_attn", QKVO)
-QK_NORMS = (
-    TensorName("layers/attention/q_norm/scale", f"{LAYER}self_attn.q_norm.weight"),
-    TensorName("layers/attention/k_norm/scale", f"{LAYER}self_attn.k_norm.weight"),
-)
+QK_NORMS = norms("layers/attention/", f"{LAYER}self_attn.", {"q_norm": "q_norm", "k_norm": "k_norm"})
 FEED_FORWARD = maps("layers/mlp", f"{LAYER}mlp", GATED)
 KEYS = (*ENDS, *PRE_NORMS, *ATTENTION, *FEED_FORWARD)
 
 
-def experts(block: str, words: Mapping[str, str] = GATED) -> tuple[TensorName, ...]:
-    """The keys of a mixture of experts, named `block.experts.{expert}.WORD.weight`, and of its router, `block.gate`."""
+def experts(block: str, words: Mapping[str, str] = GATED, router: str = "gate") -> tuple[TensorName, ...]:
+    """The keys of a mixture of experts, named `block.experts.{expert}.WORD.weight`, and of its `router`."""
     each = f"{LAYER}{block}.experts.{{expert}}"
     return (
-        TensorName("layers/mlp/router/kernel", f"{LAYER}{block}.gate.weight", transpose=True),
+        TensorName("layers/mlp/router/kernel", f"{LAYER}{block}.{router}.weight", transpose=True),
         *(TensorName(f"layers/mlp/experts/{x}/kernel", f"{each}.{word}.weight", True) for x, word in words.items()),
     )
 
 
-def stacked_experts(block: str) -> tuple[TensorName, ...]:
+def stacked_experts(block: str, router: str = "gate") -> tuple[TensorName, ...]:
     """The keys of a mixture of experts whose matrices the files hold stacked, gate and up in one tensor `[E,2F,D]`."""
     return (
-        TensorName("layers/mlp/router/kernel", f"{LAYER}{block}.gate.weight", transpose=True),
+        TensorName("layers/mlp/router/kernel", f"{LAYER}{block}.{router}.weight", transpose=True),
         TensorName("layers/mlp/experts/gate/kernel", f"{LAYER}{block}.experts.gate_up_proj", transpose=True),
         TensorName("layers/mlp/experts/up/kernel", f"{LAYER}{block}.experts.gate_up_proj", transpose=True),
         TensorName("layers/mlp/experts/down/kernel", f"{LAYER}{block}.experts.down_proj", transpose=True),
@@ -122,6 +123,9 @@ PLAIN = {
     "relu2": "relu2", **SILU,
 }  # fmt: skip
 BIASES = ("attention_bias", "attention_output_bias", "mlp_bias")  # of all maps of layers
+ATTENTION_BIAS = {"attention_output_bias": "attention_bias", "attention_bias": "attention_bias"}
+EXPERTS = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok", "expert_ffn": "moe_intermediate_size"}
+TYPES = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
 LAYER_NORMS = {"norm_centred": True, "norm_bias": True}
 # Entries that `from_config` writes, and that families with learned positions and without grouped queries do not have.
 ROTARY_AND_GROUPED = (*rotary.ENTRIES, "num_key_value_heads", "head_dim")
@@ -180,10 +184,33 @@ def masks_of(attention: str, config: ModelConfig) -> set[str]:
     return {name.format(layer=layer) for layer in range(config.layers) for name in names}
 
 
+def read_fields(hf: dict[str, Any], entries: Mapping[str, str]) -> dict[str, Any]:
+    """The ModelConfig fields that are an entry each, of which `entries` gives the names.
+
+    They are integers from 1, numbers from 0, or bools, which are false where the entry is left out. Raises ConfigError
+    for other values, and for more experts of a token than there are.
+    """
+    fields: dict[str, Any] = {}
+    for field, entry in entries.items():
+        kind = TYPES[field]
+        if kind is bool:
+            fields[field] = bool(hf.get(entry, False))
+        else:
+            fields[field] = positive(hf, entry) if kind is int else number(entry, hf.get(entry))
+    chosen = fields.get("experts_per_token", 0)
+    if chosen > fields.get("experts", chosen):
+        refuse(entries["experts_per_token"], chosen, f"up to {entries['experts']} = {fields['experts']}")
+    return fields
+
+
+def write_fields(config: ModelConfig, entries: Mapping[str, str]) -> dict[str, Any]:
+    """The entries of config.json that `read_fields` reads."""
+    return {entry: getattr(config, field) for field, entry in entries.items()}
+
+
 def attention_biases(hf: dict[str, Any]) -> dict[str, bool]:
     """The ModelConfig fields where `attention_bias` is of queries, keys and values, and of the output too."""
-    bias = bool(hf.get("attention_bias", False))
-    return {"attention_bias": bias, "attention_output_bias": bias}
+    return read_fields(hf, ATTENTION_BIAS)
 
 
 def to_config(
@@ -263,7 +290,7 @@ def from_config(
     """
     defaults = {"hidden_act": "silu", "max_position_embeddings": 32768, "use_cache": True, **dict.fromkeys(IDS)}
     hf = dict(base) if base is not None else defaults
-    hf |= {entry: getattr(config, field) for field, entry in SIZES.items()}
+    hf |= write_fields(config, SIZES)
     if hf.get("head_dim", ...) is not None or config.head_dim * config.heads != config.width:
         hf["head_dim"] = config.head_dim
     hf |= {

@@ -25,7 +25,6 @@ UNGROUPED = {"n_group": 1, "topk_group": 1}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     if hf["topk_method"] not in METHODS:
         refuse("topk_method", hf["topk_method"], " and ".join(METHODS))
@@ -36,7 +35,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = deepseek_v3.entries(config, base)
     if config.router_groups == 1:
         own |= {entry: base[entry] for entry in UNGROUPED if base is not None and entry in base}

@@ -3,8 +3,8 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder
-from jaxrl_llm.models.families.decoder import LAYER, TensorName, maps
-from jaxrl_llm.models.families.entries import first_layers, number, positive, refuse
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, maps, norms
+from jaxrl_llm.models.families.entries import first_layers, positive, refuse
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.model_config import ModelConfig
 
@@ -12,11 +12,13 @@ MODEL_TYPE = "deepseek_v3"
 ARCHITECTURE = "DeepseekV3"
 
 
-def beside_experts(block: str) -> tuple[TensorName, ...]:
+def beside_experts(
+    block: str, correction: str = "gate.e_score_correction_bias", shared: str = "shared_experts"
+) -> tuple[TensorName, ...]:
     """The keys of the router's correction and of the experts that every token uses."""
     return (
-        TensorName("layers/mlp/correction", f"{LAYER}{block}.gate.e_score_correction_bias"),
-        *maps("layers/mlp/shared", f"{LAYER}{block}.shared_experts", decoder.GATED),
+        TensorName("layers/mlp/correction", f"{LAYER}{block}.{correction}"),
+        *maps("layers/mlp/shared", f"{LAYER}{block}.{shared}", decoder.GATED),
     )
 
 
@@ -25,24 +27,27 @@ LATENT_KEYS = (
         "q": "q_proj", "q_a": "q_a_proj", "q_b": "q_b_proj", "kv_a": "kv_a_proj_with_mqa", "kv_b": "kv_b_proj",
         "o": "o_proj",
     }),
-    TensorName("layers/latent/q_a_norm/scale", f"{LAYER}self_attn.q_a_layernorm.weight"),
-    TensorName("layers/latent/kv_a_norm/scale", f"{LAYER}self_attn.kv_a_layernorm.weight"),
+    *norms("layers/latent/", f"{LAYER}self_attn.", {"q_a_norm": "q_a_layernorm", "kv_a_norm": "kv_a_layernorm"}),
 )  # fmt: skip
 KEYS, OTHER_KEYS = decoder.expert_tables(
     (*decoder.ENDS, *decoder.PRE_NORMS, *LATENT_KEYS, *decoder.FEED_FORWARD, *beside_experts("mlp"))
 )
-# The fields that are an entry each, integers from 1.
-LATENT_SIZES = {
+# The fields that are an entry each.
+LATENT_FIELDS = {
     "latent_size": "kv_lora_rank",
     "rotary_head_dim": "qk_rope_head_dim",
     "value_head_dim": "v_head_dim",
+    "rope_interleaved": "rope_interleave",
+    **decoder.ATTENTION_BIAS,
 }
-EXPERT_SIZES = {
+EXPERT_FIELDS = {
     "expert_ffn": "moe_intermediate_size",
     "experts": "n_routed_experts",
     "experts_per_token": "num_experts_per_tok",
     "router_groups": "n_group",
     "router_top_groups": "topk_group",
+    "normalize_top_k": "norm_topk_prob",
+    "routed_scale": "routed_scaling_factor",
 }
 DEFAULTS = {
     "kv_lora_rank": 512,
@@ -65,22 +70,20 @@ DEFAULTS = {
 
 def experts(hf: dict[str, Any], best: int = 2) -> dict[str, Any]:
     """The ModelConfig fields of the experts, all of whose entries are there; a group is rated by its `best` ones."""
-    sizes = {field: positive(hf, entry) for field, entry in EXPERT_SIZES.items()}
-    groups, dense = sizes["router_groups"], first_layers(hf, "first_k_dense_replace")
-    if sizes["experts"] % groups or sizes["router_top_groups"] > groups:
-        refuse("n_group", groups, f"divisors of n_routed_experts = {sizes['experts']}, from topk_group on")
-    if groups > 1 and sizes["experts"] // groups < best:
+    fields = decoder.read_fields(hf, EXPERT_FIELDS)
+    groups, dense = fields["router_groups"], first_layers(hf, "first_k_dense_replace")
+    if fields["experts"] % groups or fields["router_top_groups"] > groups:
+        refuse("n_group", groups, f"divisors of n_routed_experts = {fields['experts']}, from topk_group on")
+    if groups > 1 and fields["experts"] // groups < best:
         refuse("n_group", groups, f"numbers up to n_routed_experts / {best}, as {best} experts rate a group")
-    if sizes["experts_per_token"] > sizes["experts"] // groups * sizes["router_top_groups"]:
-        refuse("num_experts_per_tok", sizes["experts_per_token"], "up to the experts of topk_group groups")
+    if fields["experts_per_token"] > fields["experts"] // groups * fields["router_top_groups"]:
+        refuse("num_experts_per_tok", fields["experts_per_token"], "up to the experts of topk_group groups")
     return {
-        **sizes,
-        "shared_expert_ffn": sizes["expert_ffn"] * positive(hf, "n_shared_experts"),
+        **fields,
+        "shared_expert_ffn": fields["expert_ffn"] * positive(hf, "n_shared_experts"),
         "dense_layers": dense,
         "router_sigmoid": True,
         "router_correction": True,
-        "normalize_top_k": bool(hf["norm_topk_prob"]),
-        "routed_scale": number("routed_scaling_factor", hf["routed_scaling_factor"]),
     }
 
 
@@ -89,11 +92,9 @@ def expert_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str
     further = {"num_nextn_predict_layers": 0} if base is None else {}
     return {
         **further,
-        **{entry: getattr(config, field) for field, entry in EXPERT_SIZES.items()},
+        **decoder.write_fields(config, EXPERT_FIELDS),
         "n_shared_experts": config.shared_expert_ffn // max(config.expert_ffn, 1),
         "first_k_dense_replace": len(config.dense_layers),
-        "norm_topk_prob": config.normalize_top_k,
-        "routed_scaling_factor": config.routed_scale,
     }
 
 
@@ -107,38 +108,32 @@ def read(
     layers, heads, fields = positive(hf, "num_hidden_layers"), positive(hf, "num_attention_heads"), fields or {}
     if hf.get("num_key_value_heads") not in (None, heads):
         refuse("num_key_value_heads", hf["num_key_value_heads"], f"num_attention_heads = {heads}")
-    sizes = {field: positive(hf, entry) for field, entry in LATENT_SIZES.items()}
+    latent = decoder.read_fields(hf, LATENT_FIELDS)
     own = {
-        **sizes,
+        **latent,
         **(experts(hf, fields.get("router_group_best", 2)) if hf["n_routed_experts"] is not None else {}),
         "mixers": (LatentAttention,) * layers,
         "query_rank": 0 if hf["q_lora_rank"] is None else positive(hf, "q_lora_rank"),
-        **decoder.attention_biases(hf),
-        "rope_interleaved": bool(hf["rope_interleave"]),
         **fields,
     }
-    head_dim = positive(hf, "qk_nope_head_dim") + sizes["rotary_head_dim"]
+    head_dim = positive(hf, "qk_nope_head_dim") + latent["rotary_head_dim"]
     return decoder.to_config({**hf, "head_dim": head_dim, "num_key_value_heads": heads}, family, own, overrides)
 
 
 def entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The entries of config.json that `read` reads."""
     return {
-        **{entry: getattr(config, field) for field, entry in LATENT_SIZES.items()},
+        **decoder.write_fields(config, LATENT_FIELDS),
         **(expert_entries(config, base) if config.experts else {}),
         "q_lora_rank": config.query_rank or None,
         "qk_nope_head_dim": config.head_dim - config.rotated_size,
         "head_dim": config.rotated_size,
-        "attention_bias": config.attention_bias,
-        "rope_interleave": config.rope_interleaved,
     }
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     return read(DEFAULTS | hf, ARCHITECTURE, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, entries(config, base))

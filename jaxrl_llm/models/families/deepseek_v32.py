@@ -26,7 +26,6 @@ DEFAULTS = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     return read(DEFAULTS | hf, ARCHITECTURE, overrides, {"index_interleaved": False})
 
 
@@ -36,7 +35,7 @@ def read(hf: dict[str, Any], family: str, overrides: dict[str, Any], fields: dic
     unset(hf, "mlp_bias")
     if hf["q_lora_rank"] is None:
         refuse("q_lora_rank", None, "integers from 1, beside an indexer")
-    sizes = {field: positive(hf, entry) for field, entry in SIZES.items()}
+    sizes = decoder.read_fields(hf, SIZES)
     if sizes["index_head_dim"] < positive(hf, "qk_rope_head_dim"):
         refuse("index_head_dim", sizes["index_head_dim"], f"numbers from qk_rope_head_dim = {hf['qk_rope_head_dim']}")
     own = sizes | {"mixers": (SparseLatentAttention,) * positive(hf, "num_hidden_layers"), "rope_interleaved": True}
@@ -46,11 +45,10 @@ def read(hf: dict[str, Any], family: str, overrides: dict[str, Any], fields: dic
 
 def entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The entries of config.json that `read` reads."""
-    own = deepseek_v3.entries(config, base) | {entry: getattr(config, field) for field, entry in SIZES.items()}
+    own = deepseek_v3.entries(config, base) | decoder.write_fields(config, SIZES)
     del own["rope_interleave"]
     return own | ({"mlp_layer_types": mlp_types(config)} if base is None else {})
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, entries(config, base))

@@ -28,7 +28,6 @@ DEFAULTS = {"image_token_id": 100_015}  # for entries that are left out
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     family, text = llava.text_of(hf, TEXTS)
     text.setdefault("tie_word_embeddings", True)  # as transformers has it where no file says otherwise
@@ -40,7 +39,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     vision = siglip.vision_of(config)
     entries = siglip.headless_entries(vision, base) | {"vision_use_head": False}
     own = {"model_type": MODEL_TYPE, "vision_config": entries}

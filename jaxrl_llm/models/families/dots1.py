@@ -23,7 +23,6 @@ DEFAULTS = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     windowed = hf["sliding_window"] is not None
     own = {
@@ -36,7 +35,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = deepseek_v3.expert_entries(config, base) | layer_types.write(config, base)
     own |= {"attention_bias": config.attention_bias}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

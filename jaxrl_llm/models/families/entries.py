@@ -72,14 +72,6 @@ def unset(hf: Mapping[str, Any], *entries: str) -> None:
             refuse(entry, hf[entry], "false")
 
 
-def experts_of(hf: dict[str, Any], count: str, chosen: str) -> dict[str, int]:
-    """The ModelConfig fields of the number of experts, and of those that a token uses; raises ConfigError for more."""
-    fields = {"experts": positive(hf, count), "experts_per_token": positive(hf, chosen)}
-    if fields["experts_per_token"] > fields["experts"]:
-        refuse(chosen, fields["experts_per_token"], f"up to {count} = {fields['experts']}")
-    return fields
-
-
 def first_layers(hf: dict[str, Any], entry: str) -> tuple[int, ...]:
     """The first layers, as many as the entry says; raises ConfigError where they are all."""
     layers, count = positive(hf, "num_hidden_layers"), int(number(entry, 0 if hf[entry] is None else hf[entry]))

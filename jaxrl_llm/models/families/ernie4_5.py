@@ -18,12 +18,10 @@ THETA = 500_000.0
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     biases = dict.fromkeys(decoder.BIASES, bool(hf.get("use_bias", False)))
     return decoder.to_config(hf, ARCHITECTURE, {"rope_interleaved": True, **biases}, overrides, rope={"theta": THETA})
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, {"use_bias": config.attention_bias})

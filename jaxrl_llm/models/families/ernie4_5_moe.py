@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder, ernie4_5
 from jaxrl_llm.models.families.decoder import LAYER, TensorName
-from jaxrl_llm.models.families.entries import experts_of, number, positive, refuse, unset
+from jaxrl_llm.models.families.entries import number, positive, refuse, unset
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "ernie4_5_moe"
@@ -39,10 +39,15 @@ DEFAULTS = {
     "moe_layer_interval": 1,
     "router_aux_loss_coef": 0.001,
 }  # for entries that are left out
+FIELDS = {
+    "experts": "moe_num_experts",
+    "experts_per_token": "moe_k",
+    "expert_ffn": "moe_intermediate_size",
+    "router_aux_loss_coef": "router_aux_loss_coef",
+}  # that are an entry each
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     unset(hf, "use_bias")  # the head would have one too
     layers, first, last = positive(hf, "num_hidden_layers"), hf["moe_layer_start_index"] or 0, hf["moe_layer_end_index"]
@@ -50,32 +55,26 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     sparse = {layer for layer in range(layers) if first <= layer <= last and (layer + 1) % every == 0}
     if not sparse:
         refuse("moe_layer_start_index", first, f"numbers that leave experts to some of the {layers} layers")
-    counts = experts_of(hf, "moe_num_experts", "moe_k")
-    least = counts["experts_per_token"] / counts["experts"]  # that the shares of the chosen experts add up to
+    fields = decoder.read_fields(hf, FIELDS)
+    least = fields["experts_per_token"] / fields["experts"]  # that the shares of the chosen experts add up to
     if number("moe_norm_min", hf.get("moe_norm_min") or 0) > least:
         refuse("moe_norm_min", hf["moe_norm_min"], f"numbers up to moe_k / moe_num_experts = {least:g}")
     shared = int(number("moe_num_shared_experts", hf["moe_num_shared_experts"] or 0))
     own = {
         "rope_interleaved": True,
         "dense_layers": tuple(layer for layer in range(layers) if layer not in sparse),
-        **counts,
-        "expert_ffn": positive(hf, "moe_intermediate_size"),
+        **fields,
         "shared_expert_ffn": shared * positive(hf, "moe_intermediate_size"),
         "router_correction": True,
         "normalize_top_k": True,
-        "router_aux_loss_coef": number("router_aux_loss_coef", hf["router_aux_loss_coef"]),
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": ernie4_5.THETA})
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own: dict[str, Any] = {
-        "moe_num_experts": config.experts,
-        "moe_k": config.experts_per_token,
-        "moe_intermediate_size": config.expert_ffn,
+        **decoder.write_fields(config, FIELDS),
         "moe_num_shared_experts": config.shared_expert_ffn // max(config.expert_ffn, 1),
-        "router_aux_loss_coef": config.router_aux_loss_coef,
     }
     if base is None:
         sparse = [layer for layer in range(config.layers) if layer not in config.dense_layers]

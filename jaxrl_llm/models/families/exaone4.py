@@ -16,7 +16,6 @@ DEFAULTS = {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_patter
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     return decoder.to_config(hf, ARCHITECTURE, {**windows(hf), "norms": "post", "qk_norm": "head"}, overrides)
 
@@ -37,5 +36,4 @@ def windows(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, layer_types.write(config, base))

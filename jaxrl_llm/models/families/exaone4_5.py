@@ -22,7 +22,6 @@ FAMILY = qwen2_5_vl.FAMILY._replace(
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     family, text = llava.text_of(hf, TEXTS)
     encoder = qwen2_5_vl.encoder_of(hf, text, FAMILY)
@@ -33,7 +32,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     full_layers = list(qwen_vl.net_encoder(config).full_layers)
     own = {
         "model_type": MODEL_TYPE,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, deepseek_v3, exaone4, layer_types
-from jaxrl_llm.models.families.decoder import LAYER, TensorName
+from jaxrl_llm.models.families.decoder import TensorName
 from jaxrl_llm.models.families.entries import dense_before_sparse, mlp_types, renamed
 from jaxrl_llm.models.model_config import ModelConfig
 
@@ -15,8 +15,7 @@ def _keys(correction: str, experts: tuple[TensorName, ...]) -> tuple[TensorName,
     return (
         *decoder.KEYS,
         *decoder.QK_NORMS,
-        TensorName("layers/mlp/correction", f"{LAYER}mlp.{correction}"),
-        *decoder.maps("layers/mlp/shared", f"{LAYER}mlp.shared_experts", decoder.GATED),
+        *deepseek_v3.beside_experts("mlp", correction),
         *experts,
     )
 
@@ -42,7 +41,6 @@ DEFAULTS = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     theirs = renamed(hf, {own: name for name, own in NAMES.items()})
     theirs["first_k_dense_replace"] = dense_before_sparse(hf, hf["first_k_dense_replace"] or 0)
@@ -51,7 +49,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = renamed(deepseek_v3.expert_entries(config, {}), NAMES) | layer_types.write(config, base)
     own |= {"mlp_layer_types": mlp_types(config)} if base is None else {}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

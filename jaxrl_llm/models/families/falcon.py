@@ -42,12 +42,10 @@ DEFAULTS = {
 
 
 def keys(config: ModelConfig) -> tuple[TensorName, ...]:
-    """The table of the files of a net."""
     return TWO_NORMS if config.parallel_ffn == "own" else KEYS
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = decoder.with_ffn(DEFAULTS | renamed(hf, NAMES))
     unset(hf, "alibi")
     new, kv_heads = bool(hf.get("new_decoder_architecture")), hf.get("num_kv_heads")
@@ -65,7 +63,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own: dict[str, Any] = {"bias": config.mlp_bias}
     if base is None:
         one, own_norm = config.kv_heads == 1, config.parallel_ffn == "own"

@@ -3,8 +3,8 @@ and give, of feed-forwards, embeddings and logits."""
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, granitemoehybrid
-from jaxrl_llm.models.families.decoder import LAYER, TensorName
+from jaxrl_llm.models.families import bamba, decoder, granitemoehybrid, llama
+from jaxrl_llm.models.families.decoder import LAYER
 from jaxrl_llm.models.families.entries import number, positive, refuse
 from jaxrl_llm.models.mixers.parallel import AttentionAndMamba
 from jaxrl_llm.models.model_config import ModelConfig
@@ -12,10 +12,7 @@ from jaxrl_llm.models.model_config import ModelConfig
 MODEL_TYPE = "falcon_h1"
 ARCHITECTURE = "FalconH1"
 KEYS = (
-    *(key for key in decoder.ENDS if key.path != "norm/scale"),
-    TensorName("norm/scale", "model.final_layernorm.weight"),
-    TensorName("layers/input_norm/scale", f"{LAYER}input_layernorm.weight"),
-    TensorName("layers/post_attention_norm/scale", f"{LAYER}pre_ff_layernorm.weight"),
+    *bamba.ENDS_AND_NORMS,
     *(key._replace(path=key.path.replace("/attention/", "/parallel/attention/")) for key in decoder.ATTENTION),
     *granitemoehybrid.mamba_keys(f"{LAYER}mamba", "layers/parallel/mamba"),
     *decoder.maps("layers/mlp", f"{LAYER}feed_forward", decoder.GATED),
@@ -34,10 +31,11 @@ DEFAULTS = {
     "lm_head_multiplier": 1.0,
     **dict.fromkeys(SCALES, 1.0),
 }  # for entries that are left out
+OWN_FIELDS = llama.FIELDS | {"mamba_norm": "mamba_rms_norm"}  # that are an entry each
+FIELDS = granitemoehybrid.MAMBA_FIELDS | OWN_FIELDS
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     if hf["mamba_rms_norm"] and hf["mamba_norm_before_gate"]:
         refuse("mamba_norm_before_gate", True, "false, where mamba_rms_norm is true")
@@ -46,13 +44,11 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     given = hf["mamba_d_ssm"] is not None
     width = positive(hf, "mamba_d_ssm") if given else positive(hf, "mamba_expand") * positive(hf, "hidden_size")
     own = granitemoehybrid.mamba_of(hf, width, "mamba_d_ssm") | {
-        "mamba_norm": bool(hf["mamba_rms_norm"]),
         "mamba_scales": _numbers(hf, "ssm_multipliers", 5),
         "parallel_scales": tuple(number(entry, hf[entry]) for entry in SCALES),
         "ffn_scales": _numbers(hf, "mlp_multipliers", 2),
         "mixers": (AttentionAndMamba,) * positive(hf, "num_hidden_layers"),
-        **decoder.attention_biases(hf),
-        "mlp_bias": bool(hf.get("mlp_bias", False)),
+        **decoder.read_fields(hf, OWN_FIELDS),
         "key_scale": number("key_multiplier", hf["key_multiplier"], above=0),
         "embed_scale": number("embedding_multiplier", hf["embedding_multiplier"], above=0),
         "logit_divisor": 1 / number("lm_head_multiplier", hf["lm_head_multiplier"], above=0),
@@ -68,16 +64,10 @@ def _numbers(hf: dict[str, Any], entry: str, count: int) -> tuple[float, ...]:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own: dict[str, Any] = {
-        **{entry: getattr(config, field) for field, entry in granitemoehybrid.SIZES.items()},
+        **decoder.write_fields(config, FIELDS),
         "mamba_d_ssm": config.delta_value_heads * config.delta_value_dim,
-        "mamba_conv_bias": config.conv_bias,
-        "mamba_proj_bias": config.state_bias,
         "projectors_bias": config.state_bias,
-        "mamba_rms_norm": config.mamba_norm,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
         "key_multiplier": config.key_scale,
         "embedding_multiplier": config.embed_scale,
         "lm_head_multiplier": 1 / config.logit_divisor,

@@ -13,12 +13,10 @@ DEFAULTS = {"num_experts_per_tok": 5, "norm_topk_prob": False, "router_aux_loss_
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     experts = qwen3_moe.experts({**hf, "moe_intermediate_size": positive(hf, "intermediate_size")})
     return decoder.to_config(hf, ARCHITECTURE, olmo2.common(hf) | experts, overrides, rope={"theta": 500_000.0})
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, olmoe.own_entries(config, base))

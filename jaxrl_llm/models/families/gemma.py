@@ -21,13 +21,11 @@ def common(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     return decoder.to_config(hf, ARCHITECTURE, common(hf), overrides, activations=ACTIVATIONS)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {"attention_bias": config.attention_bias}
     if base is None:
         own |= {"hidden_act": "gelu_pytorch_tanh"}

@@ -53,12 +53,10 @@ def own_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     own = common(hf) | layer_types.read(hf, lambda layer: layer % 2 == 0)
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, activations=ACTIVATIONS)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own_entries(config, base))

@@ -23,7 +23,6 @@ def with_ropes(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = with_ropes(DEFAULTS | hf)
     every = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
     own = {**gemma2.common(hf), "qk_norm": "head", **layer_types.read(hf, lambda layer: (layer + 1) % every != 0)}
@@ -32,6 +31,5 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = gemma2.own_entries(config, base)
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=with_ropes)

@@ -44,7 +44,6 @@ SPARSE, SPARSITY = 10, 0.95  # the first layers, where there are more, and the s
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = gemma3_text.with_ropes(DEFAULTS | hf)
     computed(hf, COMPUTED)
     layers, sizes = positive(hf, "num_hidden_layers"), hf.get("intermediate_size")
@@ -68,7 +67,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     pattern = [config.ffn_sparsity if layer in config.sparse_layers else 0.0 for layer in range(config.layers)]
     own: dict[str, Any] = {
         **layer_types.write(config, base),

@@ -65,7 +65,6 @@ SIZES = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     family, text = llava.text_of(hf, TEXTS)
     vision = vision_of(hf, text, _encoder(hf.get("vision_config")))
@@ -120,7 +119,6 @@ def _encoder(entries: Any) -> PatchRowsConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     encoder = qwen_vl.net_encoder(config)
     entries = {
         **((base or {}).get("vision_config") or {"model_type": "gemma4_vision", **qwen_vl.axial(encoder)}),

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder, gemma, gemma2, layer_types, rotary
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
-from jaxrl_llm.models.families.entries import experts_of, number, positive, refuse
+from jaxrl_llm.models.families.entries import number, positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "gemma4_text"
@@ -53,7 +53,6 @@ ROPES = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     return read(DEFAULTS | hf, ARCHITECTURE, overrides)
 
 
@@ -67,8 +66,7 @@ def read(hf: dict[str, Any], family: str, overrides: dict[str, Any]) -> ModelCon
     windows = layer_types.read({**hf, "layer_types": types}, lambda layer: (layer + 1) % every != 0 and layer != last)
     own = {**common(hf, windows), **_full_heads(hf, windows.get("sliding_layers", ())), "layer_scale": True}
     if hf.get("enable_moe_block"):
-        own |= experts_of(hf, "num_experts", "top_k_experts") | {"expert_ffn": positive(hf, "moe_intermediate_size")}
-        own |= {"experts_beside": True, "normalize_top_k": True}
+        own |= decoder.read_fields(hf, EXPERTS) | {"experts_beside": True, "normalize_top_k": True}
         own["router_aux_loss_coef"] = number("router_aux_loss_coef", hf.get("router_aux_loss_coef", 0.0))
     if hf["hidden_size_per_layer_input"]:
         own["per_layer_width"] = positive(hf, "hidden_size_per_layer_input")
@@ -81,7 +79,6 @@ def read(hf: dict[str, Any], family: str, overrides: dict[str, Any]) -> ModelCon
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return write(config, base, ARCHITECTURE, MODEL_TYPE)
 
 

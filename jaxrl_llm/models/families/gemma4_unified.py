@@ -37,13 +37,13 @@ KEYS = _keys("vision_embedder", "embed_vision")
 MODULE_KEYS = _keys("embed_vision", "embed_vision.multimodal_embedder")
 OTHER_KEYS = (MODULE_KEYS,)
 UNREAD = ("model.embed_audio.",)
+unused_tensors = gemma4.unused_tensors
 # Fields of the vision part that are an integer each, their entries, and what these are where they are left out.
 SIZES = {"width": ("mm_embed_dim", 3840), "positions": ("mm_posemb_size", 1120)}
 SIDES = {"patch_size": ("patch_size", 16), "pooled": ("pooling_kernel_size", 3)}  # of whose product are its patches
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = gemma4.DEFAULTS | hf
     family, text = llava.text_of(hf, TEXTS)
     text = {"use_bidirectional_attention": "vision"} | text
@@ -63,7 +63,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     encoder = qwen_vl.net_encoder(config)
     given = (base or {}).get("vision_config")
     sides = {"patch_size": encoder.patch_size, "pooling_kernel_size": 1}
@@ -76,8 +75,3 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     }
     own = {"model_type": MODEL_TYPE, "vision_config": entries}
     return gemma4.whole_entries(config, base, TEXTS, ARCHITECTURE, own)
-
-
-def unused_tensors(config: ModelConfig) -> set[str]:
-    """Tensors that checkpoints may have and nothing reads, as those of the decoder alone."""
-    return gemma4.unused_tensors(config)

@@ -15,12 +15,10 @@ unused_tensors = gemma4_text.unused_tensors
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     return gemma4_text.read(DEFAULTS | hf | WITHOUT, ARCHITECTURE, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     hf = gemma4_text.write(config, base, ARCHITECTURE, MODEL_TYPE)
     others = {*WITHOUT, *gemma4_text.EXPERTS.values(), "vocab_size_per_layer_input"} - {*(base or ())}
     return {entry: value for entry, value in hf.items() if entry not in others}

@@ -3,15 +3,12 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder
-from jaxrl_llm.models.families.decoder import LAYER, TensorName
+from jaxrl_llm.models.families.decoder import LAYER, maps
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "glm"
 ARCHITECTURE = "Glm"
-FEED_FORWARD = (
-    *(TensorName(f"layers/mlp/{name}/kernel", f"{LAYER}mlp.gate_up_proj.weight", True) for name in ("gate", "up")),
-    TensorName("layers/mlp/down/kernel", f"{LAYER}mlp.down_proj.weight", True),
-)
+FEED_FORWARD = maps("layers/mlp", f"{LAYER}mlp", decoder.GATED | dict.fromkeys(("gate", "up"), "gate_up_proj"))
 KEYS = (*decoder.ENDS, *decoder.PRE_NORMS, *decoder.ATTENTION, *FEED_FORWARD)
 DEFAULTS = {
     "num_key_value_heads": 2,
@@ -30,10 +27,8 @@ def read(hf: dict[str, Any], family: str, overrides: dict[str, Any], **own) -> M
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     return read(hf, ARCHITECTURE, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, {"attention_bias": config.attention_bias})

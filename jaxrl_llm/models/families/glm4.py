@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, glm
-from jaxrl_llm.models.families.decoder import LAYER, TensorName
+from jaxrl_llm.models.families.decoder import LAYER, norms
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "glm4"
@@ -11,18 +11,15 @@ ARCHITECTURE = "Glm4"
 KEYS = (
     *decoder.ENDS,
     *decoder.PRE_NORMS,
-    TensorName("layers/attention_out_norm/scale", f"{LAYER}post_self_attn_layernorm.weight"),
-    TensorName("layers/mlp_out_norm/scale", f"{LAYER}post_mlp_layernorm.weight"),
+    *norms("layers/", LAYER, {"attention_out_norm": "post_self_attn_layernorm", "mlp_out_norm": "post_mlp_layernorm"}),
     *decoder.ATTENTION,
     *glm.FEED_FORWARD,
 )
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     return glm.read(hf, ARCHITECTURE, overrides, norms="both")
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, {"attention_bias": config.attention_bias})

@@ -14,13 +14,11 @@ TEXT = f"{glm4v.MODEL_TYPE}_text"
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     if (kind := (hf.get("text_config") or {}).get("model_type", TEXT)) != TEXT:
         refuse("text_config.model_type", kind, TEXT)
     return glm4v.read(hf, FAMILY, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     hf = qwen_vl.entries_of(config, base, FAMILY, {}, glm4v.encoder_entries(config))
     return hf | {"model_type": MODEL_TYPE}

@@ -25,7 +25,6 @@ DEFAULTS = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     return decoder.to_config(hf, ARCHITECTURE, own_fields(hf), overrides, rope={"partial": True})
 
@@ -49,5 +48,4 @@ def own_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own_entries(config, base))

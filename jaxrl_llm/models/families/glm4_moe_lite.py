@@ -29,12 +29,10 @@ DEFAULTS = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     dense = {"first_k_dense_replace": dense_before_sparse(hf, 1)}
     return deepseek_v3.read(DEFAULTS | hf | dense, ARCHITECTURE, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = deepseek_v3.entries(config, base) | {"mlp_layer_types": mlp_types(config)}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

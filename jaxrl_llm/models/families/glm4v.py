@@ -53,7 +53,6 @@ FAMILY = qwen_vl.Family(
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     return read(hf, FAMILY, overrides)
 
 
@@ -80,7 +79,6 @@ def encoder_of(hf: dict[str, Any], text: dict[str, Any], family: qwen_vl.Family)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     return qwen_vl.entries_of(config, base, FAMILY, {}, encoder_entries(config))
 
 

@@ -21,13 +21,11 @@ FAMILY = glm4v.FAMILY._replace(
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     text = qwen_vl.text_of(hf, FAMILY)
     own = {**deepseek_v3.experts(text), "attention_bias": bool(text["attention_bias"])}
     return qwen_vl.config_of(hf, text, FAMILY, glm4v.encoder_of(hf, text, FAMILY), own, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     own = {**deepseek_v3.expert_entries(config, base), "attention_bias": config.attention_bias}
     return qwen_vl.entries_of(config, base, FAMILY, own, glm4v.encoder_entries(config))

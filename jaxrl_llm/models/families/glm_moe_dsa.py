@@ -27,7 +27,6 @@ DEFAULTS = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf, layers = DEFAULTS | hf, positive(hf, "num_hidden_layers")
     every, first = (int(number(entry, hf[entry])) for entry in ("index_topk_freq", "index_skip_topk_offset"))
     types = hf.get("indexer_types") or hf.get("index_topk_pattern")
@@ -44,7 +43,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = deepseek_v32.entries(config, base)
     if base is None:
         shared = config.shared_indexers

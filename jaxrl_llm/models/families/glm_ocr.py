@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxrl_llm.models.families import glm4, glm4v, llava, qwen_vl
-from jaxrl_llm.models.families.decoder import TensorName
+from jaxrl_llm.models.families.decoder import norms
 from jaxrl_llm.models.families.entries import number
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
@@ -13,8 +13,7 @@ MODEL_TYPE = "glm_ocr"
 ARCHITECTURE = {"lm": "GlmOcrForConditionalGeneration", "score": "GlmOcrForSequenceClassification"}
 TOWER_KEYS = (
     *(key for key in glm4v.TOWER_KEYS if "/patch_norm/" not in key.path and "/position/" not in key.path),
-    TensorName(f"{glm4v.LAYERS}attention/q_norm/scale", f"{glm4v.BLOCK}attn.q_norm.weight"),
-    TensorName(f"{glm4v.LAYERS}attention/k_norm/scale", f"{glm4v.BLOCK}attn.k_norm.weight"),
+    *norms(f"{glm4v.LAYERS}attention/", f"{glm4v.BLOCK}attn.", {"q_norm": "q_norm", "k_norm": "k_norm"}),
 )
 KEYS = llava.as_modules(glm4.KEYS, TOWER_KEYS)
 UNREAD = ("model.language_model.layers.16.",)  # of multi-token prediction, behind the 16 layers of the published model
@@ -37,7 +36,6 @@ FAMILY = qwen_vl.Family(
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     text, entries = qwen_vl.text_of(hf, FAMILY), hf.get("vision_config") or {}
     encoder = qwen_vl.encoder_of(entries, text, FAMILY)
     bias = bool(entries.get("attention_bias", True))
@@ -52,7 +50,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     encoder = qwen_vl.net_encoder(config)
     entries = {"attention_bias": encoder.attention_bias, "rms_norm_eps": encoder.norm_eps}
     return qwen_vl.entries_of(config, base, FAMILY, {}, entries)

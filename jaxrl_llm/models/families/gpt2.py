@@ -69,7 +69,6 @@ def unused_tensors(config: ModelConfig) -> set[str]:
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     return read(DEFAULTS | renamed(hf, NAMES), ARCHITECTURE, overrides)
 
 
@@ -94,7 +93,6 @@ def read(
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return write(config, base, DEFAULTS, ARCHITECTURE, MODEL_TYPE, {})
 
 

@@ -21,7 +21,6 @@ unused_tensors = gpt2.unused_tensors
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | renamed(hf, gpt2.NAMES)
     shared = bool(hf["multi_query"])
     hf |= {"num_key_value_heads": 1 if shared else None, "head_dim": None}
@@ -29,7 +28,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {"multi_query": config.joint_qkv == "blocks"}
     found = gpt2.write(config, base, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own)
     return found | {"num_key_value_heads": config.kv_heads}  # as transformers writes it, though it does not read it

@@ -40,7 +40,6 @@ def unused_tensors(config: ModelConfig) -> set[str]:
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = decoder.with_ffn(DEFAULTS | renamed(hf, NAMES))
     try:
         types = [kind for kinds, times in hf["attention_types"] for _ in range(times) for kind in kinds]
@@ -62,7 +61,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     types = ["local" if layer in config.sliding_layers else "global" for layer in range(config.layers)]
     own: dict[str, Any] = {"max_position_embeddings": config.learned_positions}
     if config.sliding_layers:

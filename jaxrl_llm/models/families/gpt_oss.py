@@ -6,9 +6,9 @@ The experts' matrices are read from MXFP4 or from floats, and written as floats.
 import functools
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, layer_types, rotary
+from jaxrl_llm.models.families import decoder, layer_types, mixtral, rotary
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
-from jaxrl_llm.models.families.entries import experts_of, number, positive
+from jaxrl_llm.models.families.entries import number
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "gpt_oss"
@@ -41,36 +41,29 @@ DEFAULTS = {
     "router_aux_loss_coef": 0.001,
     "attention_bias": True,
 }  # for entries that are left out
+FIELDS = mixtral.FIELDS | decoder.ATTENTION_BIAS | {"expert_ffn": "intermediate_size"}  # that are an entry each
 THETA = 150_000.0
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = with_rope(DEFAULTS | hf)
     own = {
-        **decoder.attention_biases(hf),
+        **decoder.read_fields(hf, FIELDS),
         "attention_sinks": True,
         **layer_types.read(hf, lambda layer: layer % 2 == 0),
-        **experts_of(hf, "num_local_experts", "num_experts_per_tok"),
-        "expert_ffn": positive(hf, "intermediate_size"),
         "expert_bias": True,
         "swiglu_limit": number("swiglu_limit", hf["swiglu_limit"], above=0),
         "swiglu_alpha": number("swiglu_alpha", hf["swiglu_alpha"], above=0),
         "normalize_top_k": True,
-        "router_aux_loss_coef": number("router_aux_loss_coef", hf["router_aux_loss_coef"]),
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": THETA})
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {
         **layer_types.write(config, base),
-        "attention_bias": config.attention_bias,
-        "num_local_experts": config.experts,
-        "num_experts_per_tok": config.experts_per_token,
+        **decoder.write_fields(config, FIELDS),
         "swiglu_limit": config.swiglu_limit,
-        "router_aux_loss_coef": config.router_aux_loss_coef,
     }
     own |= {"swiglu_alpha": config.swiglu_alpha} if base is None else {}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=with_rope)

@@ -30,7 +30,6 @@ def unused_tensors(config: ModelConfig) -> set[str]:
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = decoder.with_ffn(DEFAULTS | renamed(hf, gpt2.NAMES))
     width, heads = positive(hf, "hidden_size"), positive(hf, "num_attention_heads")
     if hf.get("tie_word_embeddings"):
@@ -52,7 +51,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {"rotary_dim": config.rotated_size, **decoder.unsaid_ffn(config, base, "n_inner")}
     if base is None:
         own["n_positions"] = 2048

@@ -18,8 +18,7 @@ MULTIPLIERS = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    return decoder.to_config(hf, ARCHITECTURE, llama.own_fields(hf) | multipliers(hf), overrides)
+    return decoder.to_config(hf, ARCHITECTURE, decoder.read_fields(hf, llama.FIELDS) | multipliers(hf), overrides)
 
 
 def multipliers(hf: dict[str, Any]) -> dict[str, float]:
@@ -29,11 +28,10 @@ def multipliers(hf: dict[str, Any]) -> dict[str, float]:
 
 def multiplier_entries(config: ModelConfig) -> dict[str, float]:
     """The entries of config.json that `multipliers` reads."""
-    entries = {entry: getattr(config, field) for field, entry in MULTIPLIERS.items()}
+    entries = decoder.write_fields(config, MULTIPLIERS)
     return entries | ({"attention_multiplier": config.head_dim**-0.5} if config.query_scale is None else {})
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
-    own = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias, **multiplier_entries(config)}
+    own = decoder.write_fields(config, llama.FIELDS) | multiplier_entries(config)
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

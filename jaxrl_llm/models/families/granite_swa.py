@@ -22,9 +22,8 @@ DEFAULTS = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    own = {**llama.own_fields(hf), **granite.multipliers(hf), **attention(hf)}
+    own = {**decoder.read_fields(hf, llama.FIELDS), **granite.multipliers(hf), **attention(hf)}
     return decoder.to_config(hf, ARCHITECTURE, own, overrides)
 
 
@@ -61,11 +60,5 @@ def one_rope(config: ModelConfig, base: dict[str, Any] | None) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
-    own = {
-        **granite.multiplier_entries(config),
-        **entries(config, base),
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-    }
+    own = granite.multiplier_entries(config) | entries(config, base) | decoder.write_fields(config, llama.FIELDS)
     return decoder.from_config(one_rope(config, base), base, ARCHITECTURE, MODEL_TYPE, own)

@@ -13,7 +13,6 @@ DEFAULTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_c
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     return decoder.to_config(DEFAULTS | hf, ARCHITECTURE, own_fields(hf), overrides)
 
 
@@ -34,5 +33,4 @@ def own_entries(config: ModelConfig) -> dict[str, Any]:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own_entries(config))

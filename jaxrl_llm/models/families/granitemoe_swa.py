@@ -12,13 +12,11 @@ DEFAULTS = granitemoe.DEFAULTS | {"sliding_window": 128}  # for entries that are
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     own = granitemoeshared.own_fields(hf) | granite_swa.attention(hf)
     return decoder.to_config(hf, ARCHITECTURE, own, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = granitemoeshared.own_entries(config) | granite_swa.entries(config, base)
     return decoder.from_config(granite_swa.one_rope(config, base), base, ARCHITECTURE, MODEL_TYPE, own)

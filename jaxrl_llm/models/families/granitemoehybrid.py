@@ -5,21 +5,20 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, granite, mixtral
-from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
-from jaxrl_llm.models.families.entries import mixers_of, number, positive, refuse
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear, maps
+from jaxrl_llm.models.families.entries import mixer_types, mixers_of, number, positive, refuse
 from jaxrl_llm.models.mixers.attention import Attention
 from jaxrl_llm.models.mixers.mamba2 import Mamba2
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "granitemoehybrid"
 ARCHITECTURE = "GraniteMoeHybrid"
-SHARED, EXPERTS = f"{LAYER}shared_mlp.", f"{LAYER}block_sparse_moe."
+EXPERTS = f"{LAYER}block_sparse_moe."
 
 
 def shared_keys(path: str) -> tuple[TensorName, ...]:
     """The keys of what every token uses, gate and up in one tensor."""
-    gate_up = (TensorName(f"{path}/{name}/kernel", f"{SHARED}input_linear.weight", True) for name in ("gate", "up"))
-    return (*gate_up, TensorName(f"{path}/down/kernel", f"{SHARED}output_linear.weight", True))
+    return maps(path, f"{LAYER}shared_mlp", {"gate": "input_linear", "up": "input_linear", "down": "output_linear"})
 
 
 def mamba_keys(block: str, path: str = "layers/mamba") -> tuple[TensorName, ...]:
@@ -69,12 +68,14 @@ def as_modules(keys: Iterable[TensorName]) -> tuple[TensorName, ...]:
 
 MODULE_KEYS = as_modules(KEYS)
 MIXERS = {"mamba": Mamba2, "linear_attention": Mamba2, "attention": Attention, "full_attention": Attention}
-# The fields of Mamba-2 that are an entry each, integers from 1.
-SIZES = {
+# The fields of Mamba-2 that are an entry each.
+MAMBA_FIELDS = {
     "delta_key_heads": "mamba_n_groups",
     "delta_value_heads": "mamba_n_heads",
     "delta_key_dim": "mamba_d_state",
     "delta_conv": "mamba_d_conv",
+    "conv_bias": "mamba_conv_bias",
+    "state_bias": "mamba_proj_bias",
 }
 MAMBA_DEFAULTS = {
     "mamba_n_heads": 128,
@@ -96,7 +97,6 @@ DEFAULTS = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     layers, shared = positive(hf, "num_hidden_layers"), positive(hf, "shared_intermediate_size")
     types = hf.get("layer_types") or hf.get("layers_block_type")
@@ -119,15 +119,11 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 def mamba_of(hf: dict[str, Any], width: int, named: str) -> dict[str, Any]:
     """The ModelConfig fields of Mamba-2 with heads of `width` numbers together, `named` so; raises ConfigError as
     `mamba`."""
-    fields = mamba(hf, SIZES)
+    fields = mamba(hf, MAMBA_FIELDS)
     heads = fields["delta_value_heads"]
     if width % heads or hf["mamba_d_head"] not in ("auto", width // heads):
         refuse("mamba_d_head", hf["mamba_d_head"], f"{named} / mamba_n_heads = {width / heads:g}")
-    return fields | {
-        "delta_value_dim": width // heads,
-        "conv_bias": bool(hf["mamba_conv_bias"]),
-        "state_bias": bool(hf["mamba_proj_bias"]),
-    }
+    return fields | {"delta_value_dim": width // heads}
 
 
 def mamba(hf: dict[str, Any], entries: dict[str, str]) -> dict[str, Any]:
@@ -135,7 +131,7 @@ def mamba(hf: dict[str, Any], entries: dict[str, str]) -> dict[str, Any]:
 
     Raises ConfigError for heads that do not divide into groups, and a convolution over one token.
     """
-    fields: dict[str, Any] = {field: positive(hf, entry) for field, entry in entries.items()}
+    fields = decoder.read_fields(hf, entries)
     heads, groups = fields["delta_value_heads"], fields["delta_key_heads"]
     if fields["delta_conv"] < 2:
         refuse(entries["delta_conv"], 1, "numbers from 2")
@@ -150,7 +146,6 @@ def mamba(hf: dict[str, Any], entries: dict[str, str]) -> dict[str, Any]:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own: dict[str, Any] = {**granite.multiplier_entries(config), "attention_bias": config.attention_bias}
     if config.experts:
         own |= mixtral.expert_entries(config)
@@ -159,15 +154,11 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
         own |= {"num_local_experts": 0, "shared_intermediate_size": config.ffn}
     if base is None:
         has_states = config.delta_value_heads > 0
-        own |= {x: getattr(config, f) for f, x in SIZES.items()} if has_states else {"mamba_n_heads": 1}
+        own |= decoder.write_fields(config, MAMBA_FIELDS) if has_states else {"mamba_n_heads": 1}
         own |= {
             "mamba_expand": max(config.delta_value_heads * config.delta_value_dim // config.width, 1),
-            "mamba_conv_bias": config.conv_bias,
-            "mamba_proj_bias": config.state_bias,
             "position_embedding_type": None if config.unrotated_layers else "rope",
-            "layer_types": [
-                "linear_attention" if kind.mixer is Mamba2 else "full_attention" for kind in config.layer_configs
-            ],
+            "layer_types": mixer_types(config, {"linear_attention": Mamba2, "full_attention": Attention}),
         }
     elif "intermediate_size" in base and not config.experts:
         own["intermediate_size"] = base["intermediate_size"]

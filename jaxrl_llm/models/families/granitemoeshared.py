@@ -13,7 +13,6 @@ MODULE_KEYS = granitemoehybrid.as_modules(KEYS)
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     return decoder.to_config(granitemoe.DEFAULTS | hf, ARCHITECTURE, own_fields(hf), overrides)
 
 
@@ -29,5 +28,4 @@ def own_entries(config: ModelConfig) -> dict[str, Any]:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own_entries(config))

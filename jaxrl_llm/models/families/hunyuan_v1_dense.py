@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, rotary
-from jaxrl_llm.models.families.decoder import LAYER, TensorName
+from jaxrl_llm.models.families.decoder import LAYER, norms
 from jaxrl_llm.models.families.entries import number, positive
 from jaxrl_llm.models.model_config import ModelConfig
 
@@ -11,15 +11,13 @@ MODEL_TYPE = "hunyuan_v1_dense"
 ARCHITECTURE = "HunYuanDenseV1"
 KEYS = (
     *decoder.KEYS,
-    TensorName("layers/attention/q_norm/scale", f"{LAYER}self_attn.query_layernorm.weight"),
-    TensorName("layers/attention/k_norm/scale", f"{LAYER}self_attn.key_layernorm.weight"),
+    *norms("layers/attention/", f"{LAYER}self_attn.", {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}),
 )
 DEFAULTS = {"rms_norm_eps": 1e-5}  # for entries that are left out
 THETA = 10_000.0
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     return decoder.to_config(stretched(DEFAULTS | hf), ARCHITECTURE, own_fields(hf), overrides)
 
 
@@ -29,7 +27,6 @@ def own_fields(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own_entries(config), rope=stretched)
 
 

@@ -3,28 +3,23 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, granite, llama
-from jaxrl_llm.models.families.decoder import LAYER, TensorName
+from jaxrl_llm.models.families.decoder import LAYER, norms
 from jaxrl_llm.models.families.entries import number, positive
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "hyperclovax"
 ARCHITECTURE = "HyperCLOVAX"
-KEYS = (
-    *decoder.KEYS,
-    TensorName("layers/attention_out_norm/scale", f"{LAYER}post_norm1.weight"),
-    TensorName("layers/mlp_out_norm/scale", f"{LAYER}post_norm2.weight"),
-)
+KEYS = (*decoder.KEYS, *norms("layers/", LAYER, {"attention_out_norm": "post_norm1", "mlp_out_norm": "post_norm2"}))
 DEFAULTS = {"logits_scaling": 1.0, "use_post_norm": True}  # for entries that are left out
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     if hf.get("attention_multiplier") is None:
         size = hf.get("head_dim") or positive(hf, "hidden_size") // positive(hf, "num_attention_heads")
         hf["attention_multiplier"] = size**-0.5
     own = {
-        **llama.own_fields(hf),
+        **decoder.read_fields(hf, llama.FIELDS),
         **granite.multipliers(hf),
         "logit_divisor": 1 / number("logits_scaling", hf["logits_scaling"], above=0),
         "norms": "both" if hf["use_post_norm"] else "pre",
@@ -33,12 +28,10 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {
         **granite.multiplier_entries(config),
         "logits_scaling": decoder.reciprocal(config.logit_divisor, (DEFAULTS | (base or {}))["logits_scaling"]),
         "use_post_norm": config.norms == "both",
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
+        **decoder.write_fields(config, llama.FIELDS),
     }
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

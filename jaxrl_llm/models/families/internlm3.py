@@ -14,9 +14,8 @@ DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5}  # 
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | renamed(hf, NAMES)
-    own = llama.own_fields(hf)
+    own = decoder.read_fields(hf, llama.FIELDS)
     if own["attention_bias"] != own["mlp_bias"]:
         refuse("bias", own["mlp_bias"], f"qkv_bias = {own['attention_bias']}")
     family = decoder.class_of(hf, ARCHITECTURE, llama.ARCHITECTURE)
@@ -24,7 +23,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
-    own = {} if base else {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+    own = {} if base else decoder.write_fields(config, llama.FIELDS)
     family = decoder.class_of(base, ARCHITECTURE, llama.ARCHITECTURE)
     return decoder.from_config(config, base, family, MODEL_TYPE, own)

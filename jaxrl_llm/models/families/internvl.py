@@ -5,7 +5,7 @@ import dataclasses
 from typing import Any
 
 from jaxrl_llm.models.families import llama, llava, qwen2, qwen3, qwen3_moe, siglip
-from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear, maps, stacked_experts
+from jaxrl_llm.models.families.decoder import TensorName, layer_norm, linear, maps, norms, stacked_experts
 from jaxrl_llm.models.families.entries import computed, number, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.siglip import SiglipConfig
@@ -26,8 +26,7 @@ VISION_KEYS = (
         f"{LAYER}attention",
         {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "projection_layer"},
     ),
-    TensorName(f"{ENCODER}layers/attention/q_norm/scale", f"{LAYER}attention.q_norm.weight"),
-    TensorName(f"{ENCODER}layers/attention/k_norm/scale", f"{LAYER}attention.k_norm.weight"),
+    *norms(f"{ENCODER}layers/attention/", f"{LAYER}attention.", {"q_norm": "q_norm", "k_norm": "k_norm"}),
     TensorName(f"{ENCODER}layers/scale1", f"{LAYER}lambda_1"),
     *layer_norm(f"{ENCODER}layers/norm2", f"{LAYER}layernorm_after"),
     *maps(f"{ENCODER}layers/mlp", f"{LAYER}mlp", {"fc1": "fc1", "fc2": "fc2"}),
@@ -52,7 +51,6 @@ ENCODER_COMPUTED = {"use_mask_token": False, "use_absolute_position_embeddings":
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     family, text = llava.text_of(hf, TEXTS)
     encoder = _encoder(hf.get("vision_config") or {})
@@ -88,7 +86,6 @@ def _encoder(hf: dict[str, Any]) -> SiglipConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     vision = siglip.vision_of(config)
     encoder = vision.encoder
     assert isinstance(encoder, SiglipConfig)

@@ -13,16 +13,12 @@ DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}  # 
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     unset(hf, "clip_qkv", "use_sliding_window")
-    return decoder.to_config(
-        hf, decoder.class_of(hf, ARCHITECTURE, llama.ARCHITECTURE), llama.own_fields(hf), overrides
-    )
+    family = decoder.class_of(hf, ARCHITECTURE, llama.ARCHITECTURE)
+    return decoder.to_config(hf, family, decoder.read_fields(hf, llama.FIELDS), overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
-    own = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
     family = decoder.class_of(base, ARCHITECTURE, llama.ARCHITECTURE)
-    return decoder.from_config(config, base, family, MODEL_TYPE, own)
+    return decoder.from_config(config, base, family, MODEL_TYPE, decoder.write_fields(config, llama.FIELDS))

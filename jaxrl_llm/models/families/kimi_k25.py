@@ -83,7 +83,6 @@ def _named(hf: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | _named(hf, OWN_ENTRIES)
     family, text = llava.text_of(hf, TEXTS)
     text.setdefault("tie_word_embeddings", True)  # as transformers has it where no file says otherwise
@@ -122,7 +121,6 @@ def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     encoder = qwen_vl.net_encoder(config)
     own = {
         "model_type": MODEL_TYPE,

@@ -5,7 +5,15 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder, deepseek_v3, mixtral, olmo_hybrid
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear, maps
-from jaxrl_llm.models.families.entries import computed, dense_before_sparse, mixers_of, mlp_types, positive, refuse
+from jaxrl_llm.models.families.entries import (
+    computed,
+    dense_before_sparse,
+    mixer_types,
+    mixers_of,
+    mlp_types,
+    positive,
+    refuse,
+)
 from jaxrl_llm.models.mixers.kimi_delta import KimiDelta
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.model_config import ModelConfig
@@ -79,7 +87,6 @@ FIXED = {"moe_router_activation_func": "sigmoid", "mla_use_nope": True, "moe_lay
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     computed(hf, FIXED)
     layers, given = positive(hf, "num_hidden_layers"), hf.get("linear_attn_config") or {}
@@ -104,15 +111,12 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     left_out = ("rope_interleave", "first_k_dense_replace", "num_nextn_predict_layers")
     entries = {x: value for x, value in deepseek_v3.entries(config, base).items() if x not in left_out}
     own = {NAMES.get(entry, entry): value for entry, value in entries.items()}
     if base is None:
         own |= {entry: getattr(config, field) for field, (entry, *_) in SIZES.items()}
-        own["layer_types"] = [
-            "linear_attention" if kind.mixer is KimiDelta else "full_attention" for kind in config.layer_configs
-        ]
+        own["layer_types"] = mixer_types(config, MIXERS)
         own["mlp_layer_types"] = mlp_types(config)
     else:  # in files for transformers 4 it is a number of nothing
         own["head_dim"] = base.get("head_dim", own["head_dim"])

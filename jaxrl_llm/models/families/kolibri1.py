@@ -4,8 +4,8 @@ experts in every layer, which are chosen by logits with a correction and weighte
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types
-from jaxrl_llm.models.families.decoder import LAYER, TensorName
-from jaxrl_llm.models.families.entries import experts_of, positive
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, norms
+from jaxrl_llm.models.families.entries import positive
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "kolibri1"
@@ -16,8 +16,7 @@ def _keys(attention_norm: str, mlp_norm: str, correction: str, experts: tuple[Te
     return (
         *decoder.ENDS,
         *decoder.PRE_NORMS,
-        TensorName("layers/attention_out_norm/scale", f"{LAYER}{attention_norm}.weight"),
-        TensorName("layers/mlp_out_norm/scale", f"{LAYER}{mlp_norm}.weight"),
+        *norms("layers/", LAYER, {"attention_out_norm": attention_norm, "mlp_out_norm": mlp_norm}),
         *decoder.ATTENTION,
         *decoder.QK_NORMS,
         TensorName("layers/mlp/correction", f"{LAYER}{correction}"),
@@ -42,40 +41,33 @@ DEFAULTS = {
     "shared_expert_intermediate_size": 512,
     "norm_topk_prob": False,
 }  # for entries that are left out
+FIELDS = decoder.EXPERTS | {
+    "experts": COUNT,
+    "shared_expert_ffn": "shared_expert_intermediate_size",
+    "normalize_top_k": "norm_topk_prob",
+}  # that are an entry each
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | ({COUNT: hf["num_experts"]} if "num_experts" in hf else {}) | hf
-    channels = positive(hf, "moe_intermediate_size")
     positive(hf, "sliding_window")  # which transformers asks for where no layer has one too
     windows = layer_types.read(hf, lambda layer: (layer + 1) % 5 != 0)
     own = {
         **windows,
         "unrotated_layers": layer_types.outside(hf, windows),
-        **experts_of(hf, COUNT, "num_experts_per_tok"),
+        **decoder.read_fields(hf, FIELDS),
         "norms": "both",
         "qk_norm": "head",
-        "expert_ffn": channels,
-        "shared_expert_ffn": positive(hf, "shared_expert_intermediate_size"),
         "router_sigmoid": True,
         "router_correction": True,
         "router_corrects_logits": True,
-        "normalize_top_k": bool(hf["norm_topk_prob"]),
     }
-    return decoder.to_config({"intermediate_size": channels} | hf, ARCHITECTURE, own, overrides)
+    return decoder.to_config({"intermediate_size": own["expert_ffn"]} | hf, ARCHITECTURE, own, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
-    own = {
-        **layer_types.write(config, base),
-        "num_experts" if "num_experts" in (base or {}) else COUNT: config.experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "moe_intermediate_size": config.expert_ffn,
-        "shared_expert_intermediate_size": config.shared_expert_ffn,
-        "norm_topk_prob": config.normalize_top_k,
-    }
+    count = "num_experts" if "num_experts" in (base or {}) else COUNT
+    own = layer_types.write(config, base) | decoder.write_fields(config, FIELDS | {"experts": count})
     if base is None:
         own["sliding_window"] = config.sliding_window or DEFAULTS["sliding_window"]
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -4,9 +4,9 @@ number of heads and rotary positions of their own; experts by a sigmoid with a c
 import functools
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, layer_types, lfm3, rotary
+from jaxrl_llm.models.families import decoder, deepseek_v3, layer_types, lfm3, rotary
 from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
-from jaxrl_llm.models.families.entries import dense_layers, experts_of, mlp_types, number, positive, refuse, unset
+from jaxrl_llm.models.families.entries import dense_layers, mlp_types, number, positive, refuse, unset
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "laguna"
@@ -18,8 +18,7 @@ def _keys(correction: str, shared: str, experts: tuple[TensorName, ...]) -> tupl
         *decoder.KEYS,
         *decoder.QK_NORMS,
         *linear("layers/attention/gate", f"{LAYER}self_attn.g_proj"),
-        TensorName("layers/mlp/correction", f"{LAYER}mlp.{correction}.e_score_correction_bias"),
-        *decoder.maps("layers/mlp/shared", f"{LAYER}mlp.{shared}", decoder.GATED),
+        *deepseek_v3.beside_experts("mlp", f"{correction}.e_score_correction_bias", shared),
         *experts,
     )
 
@@ -40,6 +39,13 @@ DEFAULTS = {
     "moe_router_logit_softcapping": 0.0,
     "router_aux_loss_coef": 0.001,
 }  # for entries that are left out
+FIELDS = {
+    **decoder.EXPERTS,
+    **decoder.ATTENTION_BIAS,
+    "shared_expert_ffn": "shared_expert_intermediate_size",
+    "routed_scale": "moe_routed_scaling_factor",
+    "router_aux_loss_coef": "router_aux_loss_coef",
+}  # that are an entry each
 ROPES = {
     "full_attention": {"rope_type": "default", "rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -50,7 +56,6 @@ HEADS = "num_attention_heads_per_layer"
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf, layers = with_ropes(DEFAULTS | hf), positive(hf, "num_hidden_layers")
     unset(hf, "moe_apply_router_weight_on_input")
     if not isinstance(hf["gating"], bool | str) or hf["gating"] not in GATES:
@@ -62,21 +67,16 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     own = {
         **windows,
         **{field: of_full if local is None else of_local for field, (of_full, of_local) in kinds.items()},
-        **decoder.attention_biases(hf),
-        **experts_of(hf, "num_experts", "num_experts_per_tok"),
+        **decoder.read_fields(hf, FIELDS),
         "mixers": (lfm3.GatedAttention,) * layers,
         "qk_norm": "head",
         "attention_gate": GATES[hf["gating"]],
         "attention_gate_softplus": True,
-        "expert_ffn": positive(hf, "moe_intermediate_size"),
-        "shared_expert_ffn": positive(hf, "shared_expert_intermediate_size"),
         "dense_layers": dense_layers(hf, 1),
         "router_sigmoid": True,
         "router_correction": True,
         "router_softcap": cap or None,
-        "router_aux_loss_coef": number("router_aux_loss_coef", hf["router_aux_loss_coef"]),
         "normalize_top_k": True,
-        "routed_scale": number("moe_routed_scaling_factor", hf["moe_routed_scaling_factor"]),
     }
     if full is not None and local is not None:
         others = {field: of_full for field, (of_full, of_local) in kinds.items() if of_full != of_local}
@@ -99,18 +99,11 @@ def heads_of(hf: dict[str, Any], sliding: tuple[int, ...]) -> tuple[int | None, 
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own: dict[str, Any] = {
         **layer_types.write(config, base),
         "num_attention_heads": config.heads if base is None else base["num_attention_heads"],
-        "attention_bias": config.attention_bias,
-        "num_experts": config.experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "moe_intermediate_size": config.expert_ffn,
-        "shared_expert_intermediate_size": config.shared_expert_ffn,
-        "moe_routed_scaling_factor": config.routed_scale,
+        **decoder.write_fields(config, FIELDS),
         "moe_router_logit_softcapping": config.router_softcap or 0.0,
-        "router_aux_loss_coef": config.router_aux_loss_coef,
     }
     if base is None:
         own |= {

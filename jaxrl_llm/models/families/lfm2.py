@@ -3,8 +3,8 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, mixtral
-from jaxrl_llm.models.families.decoder import LAYER, TensorName, maps
-from jaxrl_llm.models.families.entries import mixers_of, number, positive, refuse
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, maps, norms
+from jaxrl_llm.models.families.entries import mixer_types, mixers_of, number, positive, refuse
 from jaxrl_llm.models.mixers.attention import Attention
 from jaxrl_llm.models.mixers.short_conv import ShortConv
 from jaxrl_llm.models.model_config import ModelConfig
@@ -14,16 +14,15 @@ ARCHITECTURE = "Lfm2"
 KEYS = (
     *(key for key in decoder.ENDS if key.path != "norm/scale"),
     TensorName("norm/scale", "model.embedding_norm.weight"),
-    TensorName("layers/input_norm/scale", f"{LAYER}operator_norm.weight"),
-    TensorName("layers/post_attention_norm/scale", f"{LAYER}ffn_norm.weight"),
+    *norms("layers/", LAYER, {"input_norm": "operator_norm", "post_attention_norm": "ffn_norm"}),
     *maps("layers/attention", f"{LAYER}self_attn", decoder.QKVO | {"o": "out_proj"}),
-    TensorName("layers/attention/q_norm/scale", f"{LAYER}self_attn.q_layernorm.weight"),
-    TensorName("layers/attention/k_norm/scale", f"{LAYER}self_attn.k_layernorm.weight"),
+    *norms("layers/attention/", f"{LAYER}self_attn.", {"q_norm": "q_layernorm", "k_norm": "k_layernorm"}),
     *maps("layers/conv", f"{LAYER}conv", {"into": "in_proj", "out": "out_proj"}),
     TensorName("layers/conv/filter", f"{LAYER}conv.conv.weight"),
     TensorName("layers/conv/bias", f"{LAYER}conv.conv.bias"),
     *maps("layers/mlp", f"{LAYER}feed_forward", mixtral.WORDS),
 )
+MIXER_FIELDS = {"norm_eps": "norm_eps", "conv_size": "conv_L_cache", "conv_bias": "conv_bias"}  # an entry each
 MIXER_DEFAULTS = {
     "num_key_value_heads": 8,
     "norm_eps": 1e-5,
@@ -50,7 +49,6 @@ MIXERS = {"conv": ShortConv, "full_attention": OutAttention}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     own = mixer_fields(hf) | {"ffn": _channels(hf)}
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": THETA})
@@ -58,15 +56,13 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 def mixer_fields(hf: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields of all but the feed-forward, of entries with their defaults."""
-    size, attends = positive(hf, "conv_L_cache"), hf.get("full_attn_idxs")
-    if size < 2:
-        refuse("conv_L_cache", size, "numbers from 2")
+    fields, attends = decoder.read_fields(hf, MIXER_FIELDS), hf.get("full_attn_idxs")
+    if fields["conv_size"] < 2:
+        refuse("conv_L_cache", fields["conv_size"], "numbers from 2")
     return {
         "mixers": mixers_of(hf, MIXERS, lambda i: "full_attention" if attends is None or i in attends else "conv"),
-        "norm_eps": number("norm_eps", hf["norm_eps"]),
+        **fields,
         "qk_norm": "head",
-        "conv_size": size,
-        "conv_bias": bool(hf["conv_bias"]),
         "tie_embeddings": bool(hf.get("tie_embedding", hf["tie_word_embeddings"])),
     }
 
@@ -84,7 +80,6 @@ def _channels(hf: dict[str, Any]) -> int:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = mixer_entries(config, base)
     if base is None:
         own["block_auto_adjust_ff_dim"] = False
@@ -95,11 +90,5 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
 
 def mixer_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The entries of config.json that `mixer_fields` reads."""
-    own: dict[str, Any] = {
-        "norm_eps": config.norm_eps,
-        "conv_L_cache": config.conv_size,
-        "conv_bias": config.conv_bias,
-    }
-    if base is None:
-        own["layer_types"] = ["conv" if kind.mixer is ShortConv else "full_attention" for kind in config.layer_configs]
-    return own
+    types = {"layer_types": mixer_types(config, MIXERS)} if base is None else {}
+    return decoder.write_fields(config, MIXER_FIELDS) | types

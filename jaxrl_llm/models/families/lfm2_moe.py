@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxrl_llm.models.families import decoder, lfm2, mixtral
 from jaxrl_llm.models.families.decoder import LAYER, TensorName
-from jaxrl_llm.models.families.entries import experts_of, first_layers, number, positive
+from jaxrl_llm.models.families.entries import first_layers
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "lfm2_moe"
@@ -21,33 +21,25 @@ DEFAULTS = lfm2.MIXER_DEFAULTS | {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
 }  # for entries that are left out
+FIELDS = decoder.EXPERTS | {
+    "router_correction": "use_expert_bias",
+    "normalize_top_k": "norm_topk_prob",
+    "routed_scale": "routed_scaling_factor",
+}  # that are an entry each
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     own = lfm2.mixer_fields(hf) | {
-        **experts_of(hf, "num_experts", "num_experts_per_tok"),
+        **decoder.read_fields(hf, FIELDS),
         "dense_layers": first_layers(hf, "num_dense_layers"),
-        "expert_ffn": positive(hf, "moe_intermediate_size"),
         "router_sigmoid": True,
-        "router_correction": bool(hf["use_expert_bias"]),
-        "normalize_top_k": bool(hf["norm_topk_prob"]),
         "top_k_epsilon": 1e-6,
-        "routed_scale": number("routed_scaling_factor", hf["routed_scaling_factor"]),
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": lfm2.THETA})
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
-    own = lfm2.mixer_entries(config, base) | {
-        "num_dense_layers": len(config.dense_layers),
-        "num_experts": config.experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "moe_intermediate_size": config.expert_ffn,
-        "use_expert_bias": config.router_correction,
-        "norm_topk_prob": config.normalize_top_k,
-        "routed_scaling_factor": config.routed_scale,
-    }
+    own = lfm2.mixer_entries(config, base) | decoder.write_fields(config, FIELDS)
+    own["num_dense_layers"] = len(config.dense_layers)
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

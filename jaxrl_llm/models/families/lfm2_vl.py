@@ -52,7 +52,6 @@ SIZES = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     family, text = llava.text_of(hf, TEXTS)
     text |= {"tie_embedding": bool(hf.get("tie_embedding", hf["tie_word_embeddings"]))}
@@ -93,7 +92,6 @@ def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     encoder = qwen_vl.net_encoder(config)
     own = {
         "model_type": MODEL_TYPE,

@@ -6,8 +6,8 @@ Norms are before and behind each part. Full attention rotates a part of each hea
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types, lfm2
-from jaxrl_llm.models.families.decoder import LAYER, TensorName, linear
-from jaxrl_llm.models.families.entries import mixers_of, number, positive, refuse
+from jaxrl_llm.models.families.decoder import LAYER, linear, norms
+from jaxrl_llm.models.families.entries import mixers_of, positive, refuse
 from jaxrl_llm.models.mixers.attention import Attention
 from jaxrl_llm.models.mixers.short_conv import ShortConv
 from jaxrl_llm.models.model_config import ModelConfig
@@ -16,8 +16,7 @@ MODEL_TYPE = "lfm3"
 ARCHITECTURE = "Lfm3"
 COMMON = (
     *(key for key in lfm2.KEYS if not key.path.startswith("layers/attention/")),
-    TensorName("layers/attention_out_norm/scale", f"{LAYER}post_operator_norm.weight"),
-    TensorName("layers/mlp_out_norm/scale", f"{LAYER}post_ffn_norm.weight"),
+    *norms("layers/", LAYER, {"attention_out_norm": "post_operator_norm", "mlp_out_norm": "post_ffn_norm"}),
     *decoder.ATTENTION,
     *decoder.QK_NORMS,
 )
@@ -38,6 +37,7 @@ DEFAULTS = {
         "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5},
     },
 }  # for entries that are left out
+FIELDS = lfm2.MIXER_FIELDS | decoder.ATTENTION_BIAS  # that are an entry each
 
 
 class GatedAttention(Attention):
@@ -62,37 +62,29 @@ def with_defaults(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf, layers = with_defaults(hf), positive(hf, "num_hidden_layers")
     types = hf.get("layer_types") or [usual_type(layer) for layer in range(layers)]
     slides = tuple(layer for layer, kind in enumerate(types) if kind == layer_types.SLIDING)
-    size = positive(hf, "conv_L_cache")
-    if size < 2:
-        refuse("conv_L_cache", size, "numbers from 2")
+    fields = decoder.read_fields(hf, FIELDS)
+    if fields["conv_size"] < 2:
+        refuse("conv_L_cache", fields["conv_size"], "numbers from 2")
     own = {
         "mixers": mixers_of(hf | {"layer_types": types}, MIXERS, usual_type),
         **({"sliding_window": positive(hf, "sliding_window"), "sliding_layers": slides} if slides else {}),
         "norms": "both" if hf["use_sandwich_norm"] else "pre",
-        "norm_eps": number("norm_eps", hf["norm_eps"]),
+        **fields,
         "qk_norm": "head",
-        **decoder.attention_biases(hf),
         "attention_gate": "heads" if hf["use_attention_gate"] else "",
-        "conv_size": size,
-        "conv_bias": bool(hf["conv_bias"]),
         "tie_embeddings": bool(hf.get("tie_embedding", hf["tie_word_embeddings"])),
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"by_type": True})
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own: dict[str, Any] = {
-        "norm_eps": config.norm_eps,
-        "conv_L_cache": config.conv_size,
-        "conv_bias": config.conv_bias,
+        **decoder.write_fields(config, FIELDS),
         "use_sandwich_norm": config.norms == "both",
         "use_attention_gate": bool(config.attention_gate),
-        "attention_bias": config.attention_bias,
         **({"sliding_window": config.sliding_window} if config.sliding_layers else {}),
     }
     if base is None:

@@ -4,7 +4,7 @@ tokens by two linear maps, and an LFM3 that reads them; videos are not read."""
 from typing import Any
 
 from jaxrl_llm.models.families import lfm3, llava, mixtral, qwen_vl
-from jaxrl_llm.models.families.decoder import TensorName, layer_norm, maps
+from jaxrl_llm.models.families.decoder import TensorName, layer_norm, maps, norms
 from jaxrl_llm.models.families.entries import computed, entries_of_sizes, number, positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
@@ -23,16 +23,14 @@ def _vision_keys(patch: str, norm: str) -> tuple[TensorName, ...]:
         TensorName("vision/encoder/patch/kernel", f"{TOWER}{patch}.weight", transpose=True),
         TensorName("vision/encoder/patch_norm/scale", f"{TOWER}embedding_norm.weight"),
         *maps(f"{attention}/attention", f"{LAYER}self_attn", {x: f"{x}_proj" for x in ("q", "k", "v", "out")}),
-        TensorName(f"{attention}/attention/q_norm/scale", f"{LAYER}self_attn.q_{norm}.weight"),
-        TensorName(f"{attention}/attention/k_norm/scale", f"{LAYER}self_attn.k_{norm}.weight"),
+        *norms(f"{attention}/attention/", f"{LAYER}self_attn.", {"q_norm": f"q_{norm}", "k_norm": f"k_{norm}"}),
         *maps(f"{convolution}/conv", f"{LAYER}conv", {"into": "in_proj", "out": "out_proj"}),
         TensorName(f"{convolution}/conv/filter", f"{LAYER}conv.spatial_conv.weight"),
         *(
             key
             for stack in (attention, convolution)
             for key in (
-                TensorName(f"{stack}/norm1/scale", f"{LAYER}operator_norm.weight"),
-                TensorName(f"{stack}/norm2/scale", f"{LAYER}ffn_norm.weight"),
+                *norms(f"{stack}/", LAYER, {"norm1": "operator_norm", "norm2": "ffn_norm"}),
                 *maps(f"{stack}/mlp", f"{LAYER}feed_forward", mixtral.WORDS),
             )
         ),
@@ -68,7 +66,6 @@ KINDS = ("conv", "full_attention")
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     family, text = llava.text_of(hf, TEXTS)
     text |= {"tie_embedding": bool(hf.get("tie_embedding", hf["tie_word_embeddings"]))}
@@ -110,7 +107,6 @@ def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     encoder = qwen_vl.net_encoder(config)
     own = {
         "model_type": MODEL_TYPE,

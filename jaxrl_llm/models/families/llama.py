@@ -8,19 +8,14 @@ from jaxrl_llm.models.model_config import ModelConfig
 MODEL_TYPE = "llama"
 ARCHITECTURE = "Llama"
 KEYS = decoder.KEYS
+FIELDS = decoder.ATTENTION_BIAS | {"mlp_bias": "mlp_bias"}  # of the ModelConfig, and their entries
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    return decoder.to_config(hf, ARCHITECTURE, own_fields(hf), overrides)
-
-
-def own_fields(hf: dict[str, Any]) -> dict[str, Any]:
-    """The ModelConfig fields of the family's own entries."""
-    return {**decoder.attention_biases(hf), "mlp_bias": bool(hf.get("mlp_bias", False))}
+    return decoder.to_config(hf, ARCHITECTURE, decoder.read_fields(hf, FIELDS), overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The config.json of a net, over the entries of `base`."""
-    own = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, decoder.write_fields(config, FIELDS))

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, layer_types
+from jaxrl_llm.models.families import decoder, layer_types, mixtral
 from jaxrl_llm.models.families.decoder import LAYER, TensorName
-from jaxrl_llm.models.families.entries import experts_of, number, positive, refuse
+from jaxrl_llm.models.families.entries import number, positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "llama4_text"
@@ -39,11 +39,17 @@ DEFAULTS = {
     "attn_scale": 0.1,
     "attention_bias": False,
 }  # for entries that are left out
+FIELDS = {
+    **mixtral.FIELDS,
+    **decoder.ATTENTION_BIAS,
+    "qk_rms": "use_qk_norm",
+    "ffn": "intermediate_size_mlp",
+    "expert_ffn": "intermediate_size",
+}  # that are an entry each
 THETA = 500_000.0
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     layers, unrotated = positive(hf, "num_hidden_layers"), layer_types.read_unrotated(hf)
     step, sparse = positive(hf, "interleave_moe_layer_step"), hf.get("moe_layers")
@@ -58,34 +64,22 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         "sliding_chunks": bool(windows),
         "unrotated_layers": unrotated,
         "rope_interleaved": True,
-        "qk_rms": bool(hf["use_qk_norm"]),
         "query_growth": growth,
         "query_growth_every": positive(hf, "floor_scale") if growth else 0,
-        **decoder.attention_biases(hf),
-        "ffn": positive(hf, "intermediate_size_mlp"),
-        **experts_of(hf, "num_local_experts", "num_experts_per_tok"),
-        "expert_ffn": positive(hf, "intermediate_size"),
+        **decoder.read_fields(hf, FIELDS),
         "shared_expert_ffn": positive(hf, "intermediate_size"),
         "dense_layers": dense,
         "router_sigmoid": True,
         "router_on_inputs": True,
-        "router_aux_loss_coef": number("router_aux_loss_coef", hf["router_aux_loss_coef"]),
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": THETA})
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own: dict[str, Any] = {
         **layer_types.write(config, base, **CHUNKS),
-        "use_qk_norm": config.qk_rms,
+        **decoder.write_fields(config, FIELDS),
         "attn_temperature_tuning": bool(config.query_growth),
-        "attention_bias": config.attention_bias,
-        "intermediate_size": config.expert_ffn,
-        "intermediate_size_mlp": config.ffn,
-        "num_local_experts": config.experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "router_aux_loss_coef": config.router_aux_loss_coef,
     }
     if config.query_growth:
         own |= {"attn_scale": config.query_growth, "floor_scale": config.query_growth_every}

@@ -62,17 +62,14 @@ OF_PIXTRAL = {"vision_feature_layer": -1, "vision_feature_select_strategy": "ful
 
 
 def keys(config: ModelConfig) -> tuple[TensorName, ...]:
-    """The table of the files of a net."""
     return PIXTRAL if _is_pixtral(config) else KEYS
 
 
 def module_keys(config: ModelConfig) -> tuple[TensorName, ...]:
-    """The table of the class in transformers, which adapters and trained parameters are named by."""
     return PIXTRAL_MODULES if _is_pixtral(config) else MODULE_KEYS
 
 
 def other_keys(config: ModelConfig) -> tuple[tuple[TensorName, ...], ...]:
-    """The tables by which files are read too."""
     return (PIXTRAL_MODULES,) if _is_pixtral(config) else OTHER_KEYS
 
 
@@ -81,7 +78,6 @@ def _is_pixtral(config: ModelConfig) -> bool:
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     if (hf.get("vision_config") or {}).get("model_type") != "pixtral":
         return config_of(hf, ARCHITECTURE, overrides)
@@ -94,7 +90,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     if config.vision is None or not isinstance(config.vision.encoder, PatchRowsConfig):
         return entries_of(config, base, ARCHITECTURE, {"model_type": MODEL_TYPE})
     own = {

@@ -11,10 +11,8 @@ KEYS, MODULE_KEYS, OTHER_KEYS = llava_1_5.KEYS, llava_1_5.MODULE_KEYS, llava_1_5
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     return llava_1_5.config_of(llava_1_5.DEFAULTS | hf, ARCHITECTURE, overrides, newline="exact")
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     return llava_1_5.entries_of(config, base, ARCHITECTURE, {"model_type": MODEL_TYPE})

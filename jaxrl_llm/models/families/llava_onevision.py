@@ -21,15 +21,18 @@ DEFAULTS = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
-    hf = DEFAULTS | hf
-    if hf.get("text_config") is not None and "model_type" not in hf["text_config"]:
-        hf |= {"text_config": {"model_type": "qwen2"} | hf["text_config"]}
+    hf = DEFAULTS | _named(hf)
     if not re.fullmatch(r"anyres_max_[1-9]\d*", str(hf["vision_aspect_ratio"])):
         refuse("vision_aspect_ratio", hf["vision_aspect_ratio"], "anyres_max_9, or another number of tiles")
     return llava_1_5.config_of(hf, ARCHITECTURE, overrides, "siglip_vision_model", "interpolated")
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
-    return llava_1_5.entries_of(config, base, ARCHITECTURE, {"model_type": MODEL_TYPE})
+    named = None if base is None else _named(base)
+    return llava_1_5.entries_of(config, named, ARCHITECTURE, {"model_type": MODEL_TYPE})
+
+
+def _named(hf: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a config.json, whose decoder is a Qwen2 where it does not say which it is."""
+    given = hf.get("text_config")
+    return hf | {"text_config": {"model_type": "qwen2"} | given} if isinstance(given, dict) else hf

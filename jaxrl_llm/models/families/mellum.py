@@ -28,7 +28,6 @@ with_ropes = functools.partial(rotary.with_default_sets, ROPES)
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = with_ropes(DEFAULTS | hf)
     own = {
         "qk_norm": "head",
@@ -41,7 +40,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {"attention_bias": config.attention_bias, **layer_types.write(config, base)}
     own |= qwen3_moe.expert_entries(config, {})
     own |= {"num_local_experts": config.experts, "mlp_layer_types": mlp_types(config)} if base is None else {}

@@ -58,7 +58,6 @@ def with_defaults(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = with_defaults(hf)
     windows = layer_types.read(hf, lambda layer: layer > 0 and (layer + 1) % 6 != 0)
     full, local = rotary.fractions_of(hf)
@@ -86,7 +85,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     left_out = ("n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers")
     experts = deepseek_v3.expert_entries(config, base)
     own: dict[str, Any] = {

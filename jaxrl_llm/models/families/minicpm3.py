@@ -48,14 +48,12 @@ def multipliers(hf: dict[str, Any]) -> dict[str, float]:
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = with_defaults(hf)
     fields = multipliers(hf) | {"mlp_bias": bool(hf.get("mlp_bias", False))}
     return deepseek_v3.read(hf, ARCHITECTURE, overrides, fields)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = deepseek_v3.entries(config, base) | {"mlp_bias": config.mlp_bias}
     del own["rope_interleave"]
     given = {} if base is None else multipliers(with_defaults(base))

@@ -29,7 +29,6 @@ THETA = 5_000_000.0
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     if hf.get("rotary_dim") is not None:
         hf = {"partial_rotary_factor": positive(hf, "rotary_dim") / positive(hf, "head_dim")} | hf
@@ -38,5 +37,4 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, mixtral.expert_entries(config))

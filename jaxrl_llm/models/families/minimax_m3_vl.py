@@ -63,7 +63,6 @@ SIZES = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     family, text = llava.text_of(hf, TEXTS)
     text |= {"tie_word_embeddings": llava.tied(hf)}
@@ -96,7 +95,6 @@ def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     encoder = qwen_vl.net_encoder(config)
     own = {
         "model_type": MODEL_TYPE,

@@ -8,7 +8,6 @@ from jaxrl_llm.models.families import decoder, mixtral
 from jaxrl_llm.models.families.decoder import LAYER, TensorName
 from jaxrl_llm.models.families.entries import (
     dense_layers,
-    experts_of,
     mixer_types,
     mixers_of,
     mlp_types,
@@ -75,11 +74,16 @@ DEFAULTS = {
     "swiglu_limit": 7.0,
     "router_aux_loss_coef": 0.001,
 }  # for entries that are left out
+FIELDS = mixtral.FIELDS | {
+    "ffn": "dense_intermediate_size",
+    "expert_ffn": "intermediate_size",
+    "shared_expert_ffn": "shared_intermediate_size",
+    "routed_scale": "routed_scaling_factor",
+}  # that are an entry each
 THETA = 5_000_000.0
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     given = hf.get("sparse_attention_config") or {}
     hf = DEFAULTS | hf | {"hidden_act": "silu"}  # which files call swigluoai, and is computed of the two entries
     hf |= {name: given.get(short, hf.get(name, default)) for name, short, default in SIZES.values()}
@@ -95,43 +99,31 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
         refuse("index_n_heads", sizes["index_heads"], f"num_key_value_heads = {kv_heads}")
     own = {
         **sizes,
-        **experts_of(hf, "num_local_experts", "num_experts_per_tok"),
+        **decoder.read_fields(hf, FIELDS),
         "mixers": mixers_of(hf, MIXERS, lambda _: "full_attention"),
         "index_top": sizes["index_top"] * sizes["index_block"],
         "index_local": local,
         "norm_offset": 1.0,
         "qk_norm": "head",
-        "expert_ffn": positive(hf, "intermediate_size"),
-        "shared_expert_ffn": positive(hf, "shared_intermediate_size"),
         "dense_layers": dense_layers(hf, 0),
         "router_sigmoid": True,
         "router_correction": True,
-        "router_aux_loss_coef": number("router_aux_loss_coef", hf["router_aux_loss_coef"]),
         "normalize_top_k": True,
-        "routed_scale": number("routed_scaling_factor", hf["routed_scaling_factor"]),
         "swiglu_limit": number("swiglu_limit", hf["swiglu_limit"], above=0),
         "swiglu_alpha": number("swiglu_alpha", hf["swiglu_alpha"], above=0),
         "swiglu_everywhere": True,
     }
-    theirs = hf | {"intermediate_size": positive(hf, "dense_intermediate_size")}
-    config = decoder.to_config(theirs, ARCHITECTURE, own, overrides, rope={"theta": THETA, "partial": True})
+    config = decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": THETA, "partial": True})
     if config.index_head_dim < config.rotated_size:
         refuse("index_head_dim", config.index_head_dim, f"numbers from the {config.rotated_size} that are rotated")
     return config
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own: dict[str, Any] = {
-        "intermediate_size": config.expert_ffn,
-        "dense_intermediate_size": config.ffn,
-        "shared_intermediate_size": config.shared_expert_ffn,
-        "num_local_experts": config.experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "routed_scaling_factor": config.routed_scale,
+        **decoder.write_fields(config, FIELDS),
         "swiglu_limit": config.swiglu_limit,
         "swiglu_alpha": config.swiglu_alpha,
-        "router_aux_loss_coef": config.router_aux_loss_coef,
     }
     if base is None:
         own |= {entry: getattr(config, field) for field, (entry, *_) in SIZES.items()}

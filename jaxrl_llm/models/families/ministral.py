@@ -11,12 +11,10 @@ KEYS = decoder.KEYS
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = mistral.DEFAULTS | hf
     windows = layer_types.read(hf, lambda _: hf["sliding_window"] is not None)
     return decoder.to_config(hf, ARCHITECTURE, windows, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, layer_types.write(config, base))

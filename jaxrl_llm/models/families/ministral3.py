@@ -22,7 +22,6 @@ ROPE = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = with_rope(DEFAULTS | hf)
     own = layer_types.read_uniform(hf) | growth(hf["rope_parameters"])
     return decoder.to_config(hf, ARCHITECTURE, own, overrides)
@@ -40,7 +39,6 @@ def growth(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own: dict[str, Any] = {"sliding_window": config.sliding_window}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=with_rope, write=write_rope)
 

@@ -12,11 +12,9 @@ DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}  # for entries tha
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     return decoder.to_config(hf, ARCHITECTURE, layer_types.read_uniform(hf), overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, {"sliding_window": config.sliding_window})

@@ -47,14 +47,12 @@ def with_rope(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = with_rope(DEFAULTS | hf)
     fields = ministral3.growth(hf["rope_parameters"]) | {"router_sigmoid": False, "router_correction": False}
     return deepseek_v3.read(hf, ARCHITECTURE, overrides, fields)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = deepseek_v3.entries(config, {}) | {"head_dim": config.head_dim}
     return decoder.from_config(
         config, base, ARCHITECTURE, MODEL_TYPE, own,

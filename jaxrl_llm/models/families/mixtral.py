@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types
-from jaxrl_llm.models.families.entries import experts_of, number, positive, refuse
+from jaxrl_llm.models.families.entries import refuse
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "mixtral"
@@ -19,11 +19,15 @@ DEFAULTS = {
     "num_experts_per_tok": 2,
     "router_aux_loss_coef": 0.001,
 }  # for entries that are left out
+FIELDS = {
+    "experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "router_aux_loss_coef": "router_aux_loss_coef",
+}  # that are an entry each
 THETA = 1_000_000.0
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     own = layer_types.read_uniform(hf) | experts(hf)
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": THETA})
@@ -33,24 +37,14 @@ def experts(hf: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields of the experts, all of whose entries are there."""
     if hf.get("router_jitter_noise"):
         refuse("router_jitter_noise", hf["router_jitter_noise"], "0")
-    return {
-        **experts_of(hf, "num_local_experts", "num_experts_per_tok"),
-        "expert_ffn": positive(hf, "intermediate_size"),
-        "normalize_top_k": True,
-        "router_aux_loss_coef": number("router_aux_loss_coef", hf["router_aux_loss_coef"]),
-    }
+    return decoder.read_fields(hf, FIELDS | {"expert_ffn": "intermediate_size"}) | {"normalize_top_k": True}
 
 
 def expert_entries(config: ModelConfig) -> dict[str, Any]:
     """The entries of config.json that `experts` reads, but for the sizes that all families have."""
-    return {
-        "num_local_experts": config.experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "router_aux_loss_coef": config.router_aux_loss_coef,
-    }
+    return decoder.write_fields(config, FIELDS)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {"sliding_window": config.sliding_window, **expert_entries(config)}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

@@ -5,7 +5,7 @@ import dataclasses
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, llava, siglip
-from jaxrl_llm.models.families.decoder import LAYER, TensorName, layer_norm, linear, maps
+from jaxrl_llm.models.families.decoder import LAYER, TensorName, layer_norm, linear, maps, norms
 from jaxrl_llm.models.families.entries import positive, refuse
 from jaxrl_llm.models.mixers.attention import Attention
 from jaxrl_llm.models.mixers.cross_attention import CrossAttention
@@ -18,8 +18,7 @@ ARCHITECTURE = {"lm": "MllamaForConditionalGeneration", "score": "", "step": ""}
 TEXT_KEYS = (
     *decoder.KEYS,
     *maps("layers/cross", f"{LAYER}cross_attn", decoder.QKVO),
-    TensorName("layers/cross/q_norm/scale", f"{LAYER}cross_attn.q_norm.weight"),
-    TensorName("layers/cross/k_norm/scale", f"{LAYER}cross_attn.k_norm.weight"),
+    *norms("layers/cross/", f"{LAYER}cross_attn.", {"q_norm": "q_norm", "k_norm": "k_norm"}),
     TensorName("layers/cross/attention_gate", f"{LAYER}cross_attn_attn_gate"),
     TensorName("layers/cross/mlp_gate", f"{LAYER}cross_attn_mlp_gate"),
 )
@@ -74,7 +73,6 @@ SIZES = {"heads": "attention_heads", "global_layers": "num_global_layers", "tile
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     text = hf.get("text_config") or {}
     if text.get("model_type", "mllama_text_model") != "mllama_text_model":
         refuse("text_config.model_type", text["model_type"], "mllama_text_model")

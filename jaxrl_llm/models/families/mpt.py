@@ -43,7 +43,6 @@ ARCHITECTURE = _architecture(None)
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | renamed(hf, NAMES)
     attention = {BIAS: 8} | (hf.get("attn_config") or {})
     computed(hf, COMPUTED)
@@ -66,7 +65,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     attention = {BIAS: int(config.alibi), "clip_qkv": config.qkv_clip, "softmax_scale": config.query_scale}
     own = {"attn_config": {**((base or {}).get("attn_config") or {}), **attention}}
     without = (*decoder.ROTARY_AND_GROUPED, "intermediate_size", *(("hidden_act",) if base is None else ()))

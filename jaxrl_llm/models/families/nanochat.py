@@ -15,7 +15,6 @@ DEFAULTS = {"hidden_act": "relu2", "final_logit_softcapping": 15.0}  # for entri
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     cap = hf["final_logit_softcapping"]
     own = {
@@ -32,6 +31,5 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {"attention_bias": config.attention_bias, "final_logit_softcapping": config.logit_softcap}
     return decoder.from_own_names(config, base, {}, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own)

@@ -17,13 +17,11 @@ PARTIAL = {"partial": True}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | renamed(hf, NAMES)
-    own = {**llama.own_fields(hf), **decoder.LAYER_NORMS, "norm_offset": 1.0, "ffn_gate": False}
+    own = {**decoder.read_fields(hf, llama.FIELDS), **decoder.LAYER_NORMS, "norm_offset": 1.0, "ffn_gate": False}
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, activations=decoder.PLAIN, rope=PARTIAL)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
-    own = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+    own = decoder.write_fields(config, llama.FIELDS)
     return decoder.from_own_names(config, base, NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own)

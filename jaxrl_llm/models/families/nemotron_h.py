@@ -4,8 +4,8 @@ positions, a feed-forward or experts alone, the last two without gates, and expe
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, deepseek_v3, granitemoehybrid
-from jaxrl_llm.models.families.decoder import TensorName, maps
-from jaxrl_llm.models.families.entries import number, positive, refuse
+from jaxrl_llm.models.families.decoder import TensorName, maps, norms
+from jaxrl_llm.models.families.entries import positive, refuse
 from jaxrl_llm.models.mixers.attention import Attention
 from jaxrl_llm.models.mixers.mamba2 import UnadaptedOutMamba2
 from jaxrl_llm.models.mixers.mixer import NoMixer
@@ -24,8 +24,7 @@ def _keys(root: str, expert: str) -> tuple[TensorName, ...]:
         TensorName("embed/weight", f"{root}.embeddings.weight"),
         TensorName("norm/scale", f"{root}.norm_f.weight"),
         *decoder.ENDS[2:],
-        TensorName("layers/input_norm/scale", f"{layer}norm.weight"),
-        TensorName("layers/post_attention_norm/scale", f"{layer}norm.weight"),
+        *norms("layers/", layer, {"input_norm": "norm", "post_attention_norm": "norm"}),
         *maps("layers/attention", part, decoder.QKVO),
         *granitemoehybrid.mamba_keys(part),
         *maps("layers/mlp", part, UNGATED | {"narrow": "fc1_latent_proj", "widen": "fc2_latent_proj"}),
@@ -45,15 +44,18 @@ MIXERS = {  # of `layers_block_type`
     "mamba": UnadaptedOutMamba2, "linear_attention": UnadaptedOutMamba2, "attention": Attention,
     "full_attention": Attention, "moe": NoMixer, "mlp": NoMixer,
 }  # fmt: skip
-# The fields that are an entry each, integers from 1.
-MAMBA_SIZES = {
+# The fields that are an entry each.
+FIELDS = {"norm_eps": "layer_norm_epsilon", "mlp_bias": "mlp_bias"}
+MAMBA_FIELDS = {
     "delta_key_heads": "n_groups",
     "delta_value_heads": "mamba_num_heads",
     "delta_key_dim": "ssm_state_size",
     "delta_value_dim": "mamba_head_dim",
     "delta_conv": "conv_kernel",
+    "conv_bias": "use_conv_bias",
+    "state_bias": "use_bias",
 }
-EXPERT_SIZES = {**deepseek_v3.EXPERT_SIZES, "shared_expert_ffn": "moe_shared_expert_intermediate_size"}
+EXPERT_FIELDS = {**deepseek_v3.EXPERT_FIELDS, "shared_expert_ffn": "moe_shared_expert_intermediate_size"}
 DEFAULTS = {
     "num_key_value_heads": 8,
     "head_dim": 128,
@@ -80,7 +82,6 @@ FIXED = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "attention_bias"
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     kinds = _kinds(hf)
     layers = {kind: tuple(i for i, other in enumerate(kinds) if other == kind) for kind in ("moe", "mlp")}
@@ -89,19 +90,15 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
             refuse(entry, hf[entry], f"{value}")
     hf |= {"num_hidden_layers": len(kinds), "hidden_act": None}
     own = {
-        "norm_eps": number("layer_norm_epsilon", hf["layer_norm_epsilon"]),
+        **decoder.read_fields(hf, FIELDS),
         "activation": "relu2",
         "ffn_gate": False,
-        "mlp_bias": bool(hf["mlp_bias"]),
         "mixers": tuple(MIXERS[kind] for kind in kinds),
         "bare_layers": tuple(i for i, kind in enumerate(kinds) if kind not in layers),
         "unrotated_layers": tuple(range(len(kinds))),
     }
     if UnadaptedOutMamba2 in own["mixers"]:
-        own |= granitemoehybrid.mamba(hf, MAMBA_SIZES) | {
-            "conv_bias": bool(hf["use_conv_bias"]),
-            "state_bias": bool(hf["use_bias"]),
-        }
+        own |= granitemoehybrid.mamba(hf, MAMBA_FIELDS)
     if layers["moe"]:
         own |= deepseek_v3.experts({**hf, "first_k_dense_replace": 0, "n_shared_experts": 1}) | {
             "shared_expert_ffn": positive(hf, "moe_shared_expert_intermediate_size"),
@@ -124,20 +121,11 @@ def _kinds(hf: dict[str, Any]) -> list[str]:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
-    own: dict[str, Any] = {
-        "layer_norm_epsilon": config.norm_eps,
-        "mlp_bias": config.mlp_bias,
-    }
+    own = decoder.write_fields(config, FIELDS)
     if config.delta_value_heads:
-        own |= {entry: getattr(config, field) for field, entry in MAMBA_SIZES.items()}
-        own |= {"use_conv_bias": config.conv_bias, "use_bias": config.state_bias}
+        own |= decoder.write_fields(config, MAMBA_FIELDS)
     if config.experts:
-        own |= {entry: getattr(config, field) for field, entry in EXPERT_SIZES.items()} | {
-            "norm_topk_prob": config.normalize_top_k,
-            "routed_scaling_factor": config.routed_scale,
-            "moe_latent_size": config.expert_width or None,
-        }
+        own |= decoder.write_fields(config, EXPERT_FIELDS) | {"moe_latent_size": config.expert_width or None}
     if base is None:
         names = {UnadaptedOutMamba2: "linear_attention", Attention: "full_attention"}
         own["layers_block_type"] = [

@@ -12,7 +12,6 @@ KEYS = (*decoder.ENDS, *decoder.ATTENTION, *decoder.FEED_FORWARD)
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     clip = hf.get("clip_qkv")
     own = {
         **decoder.attention_biases(hf),
@@ -25,6 +24,5 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {"attention_bias": config.attention_bias, "clip_qkv": config.qkv_clip}
     return decoder.from_own_names(config, base, {}, {}, ARCHITECTURE, MODEL_TYPE, own, ("rms_norm_eps",))

@@ -19,14 +19,12 @@ def _with_ropes(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = _with_ropes(DEFAULTS | hf)
     own = olmo2.common(hf) | layer_types.read(hf, lambda layer: (layer + 1) % 4 != 0)
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"by_type": True})
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {"attention_bias": config.attention_bias, **layer_types.write(config, base)}
     # transformers takes one base for all layers for that of the layers without a window
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, rope=_with_ropes, write=rotary.write_sets)

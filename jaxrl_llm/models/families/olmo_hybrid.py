@@ -44,7 +44,6 @@ DEFAULTS = {"linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True}  # for
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     layers, heads = positive(hf, "num_hidden_layers"), positive(hf, "num_attention_heads")
     hf = DEFAULTS | {"full_attention_interval": min(layers, 4)} | hf
     for entry in ("linear_num_key_heads", "linear_num_value_heads"):
@@ -66,7 +65,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = qwen3_next.delta_entries(config, base) | {"linear_allow_neg_eigval": config.delta_negative}
     hf = decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
     if config.unrotated_layers:  # transformers takes a base of its own where none is null

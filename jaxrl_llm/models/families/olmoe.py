@@ -18,7 +18,6 @@ DEFAULTS = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     if hf.get("clip_qkv") is not None:
         refuse("clip_qkv", hf["clip_qkv"], "null")
@@ -42,5 +41,4 @@ def own_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own_entries(config, base))

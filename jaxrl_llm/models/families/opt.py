@@ -47,7 +47,6 @@ DEFAULTS = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | renamed(hf, NAMES)
     before, biases, width = bool(hf["do_layer_norm_before"]), bool(hf["enable_bias"]), positive(hf, "hidden_size")
     embed_width = width if hf.get("word_embed_proj_dim") is None else positive(hf, "word_embed_proj_dim")
@@ -69,7 +68,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     before = config.norms == "pre"
     own = {
         "max_position_embeddings": config.learned_positions - FIRST,

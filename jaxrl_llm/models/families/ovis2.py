@@ -53,7 +53,6 @@ COMPUTED = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     family, text = llava.text_of(hf, TEXTS)
     text.setdefault("tie_word_embeddings", True)  # as transformers has it where no file says otherwise
@@ -103,7 +102,6 @@ def _encoder(hf: dict[str, Any]) -> PatchRowsConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     encoder = qwen_vl.net_encoder(config)
     assert config.vision is not None
     own = {

@@ -48,17 +48,14 @@ TEXT_DEFAULTS = {
 
 
 def keys(config: ModelConfig) -> tuple[TensorName, ...]:
-    """The table of the files of a net."""
     return _tables(config)[0]
 
 
 def module_keys(config: ModelConfig) -> tuple[TensorName, ...]:
-    """The table of the class in transformers, which adapters and trained parameters are named by."""
     return _tables(config)[1]
 
 
 def other_keys(config: ModelConfig) -> tuple[tuple[TensorName, ...], ...]:
-    """The tables by which files are read too."""
     return _tables(config)[2]
 
 
@@ -67,7 +64,6 @@ def _tables(config: ModelConfig):
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     family, text = llava.text_of(hf, TEXTS, TEXT_DEFAULTS)
     if text.get("use_bidirectional_attention") not in (None, True):
@@ -83,7 +79,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     vision = siglip.vision_of(config)
     own = {
         "model_type": MODEL_TYPE,

@@ -31,7 +31,6 @@ def unused_tensors(config: ModelConfig) -> set[str]:
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | renamed(hf, NAMES)
     if hf.get("tie_word_embeddings"):
         refuse("tie_word_embeddings", True, "false")
@@ -48,6 +47,5 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {"qk_layernorm": bool(config.qk_norm)}
     return decoder.from_own_names(config, base, NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own)

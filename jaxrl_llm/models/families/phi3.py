@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, layer_types, rotary
-from jaxrl_llm.models.families.decoder import LAYER, TensorName
+from jaxrl_llm.models.families import decoder, glm, layer_types, rotary
+from jaxrl_llm.models.families.decoder import LAYER, maps
 from jaxrl_llm.models.families.entries import refuse
 from jaxrl_llm.models.model_config import ModelConfig
 
@@ -12,17 +12,14 @@ ARCHITECTURE = "Phi3"
 KEYS = (
     *decoder.ENDS,
     *decoder.PRE_NORMS,
-    *(TensorName(f"layers/attention/{name}/kernel", f"{LAYER}self_attn.qkv_proj.weight", True) for name in "qkv"),
-    TensorName("layers/attention/o/kernel", f"{LAYER}self_attn.o_proj.weight", True),
-    *(TensorName(f"layers/mlp/{name}/kernel", f"{LAYER}mlp.gate_up_proj.weight", True) for name in ("gate", "up")),
-    TensorName("layers/mlp/down/kernel", f"{LAYER}mlp.down_proj.weight", True),
+    *maps("layers/attention", f"{LAYER}self_attn", decoder.QKVO | dict.fromkeys("qkv", "qkv_proj")),
+    *glm.FEED_FORWARD,
 )
 ORIGINAL = "original_max_position_embeddings"
 DEFAULTS = {"rms_norm_eps": 1e-5}  # for entries that are left out
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | as_longrope(hf)
     return decoder.to_config(hf, ARCHITECTURE, layer_types.read_uniform(hf), overrides, rope={"partial": True})
 
@@ -43,7 +40,6 @@ def as_longrope(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {"sliding_window": config.sliding_window}
     own |= {ORIGINAL: config.rope.original_max_positions} if config.rope.kind == "longrope" else {}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own, as_longrope)

@@ -2,31 +2,21 @@
 
 from typing import Any
 
-from jaxrl_llm.models.families import decoder, layer_types, mixtral, phi, rotary
-from jaxrl_llm.models.families.decoder import LAYER, TensorName, layer_norm
+from jaxrl_llm.models.families import decoder, layer_types, mixtral, phi, rotary, stablelm
+from jaxrl_llm.models.families.decoder import TensorName
 from jaxrl_llm.models.families.entries import number, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "phimoe"
 ARCHITECTURE = "Phimoe"
-NORMS = (
-    *layer_norm("norm", "model.norm"),
-    *layer_norm("layers/input_norm", f"{LAYER}input_layernorm"),
-    *layer_norm("layers/post_attention_norm", f"{LAYER}post_attention_layernorm"),
-)
 COMMON = (
     *(key for key in decoder.ENDS if not key.path.startswith("norm/")),
     TensorName("head/bias", "lm_head.bias"),
-    *NORMS,
+    *stablelm.NORMS,
     *decoder.ATTENTION,
 )
-ROUTER = "layers/mlp/router/kernel"
 KEYS = (*COMMON, *decoder.experts("block_sparse_moe", mixtral.WORDS))
-MODULE_KEYS = (
-    *COMMON,
-    TensorName(ROUTER, f"{LAYER}mlp.router.weight", transpose=True),
-    *(key for key in decoder.stacked_experts("mlp") if key.path != ROUTER),
-)
+MODULE_KEYS = (*COMMON, *decoder.stacked_experts("mlp", "router"))
 OTHER_KEYS = (MODULE_KEYS,)
 DEFAULTS = {
     "num_key_value_heads": 8,
@@ -41,7 +31,6 @@ unused_tensors = phi.unused_tensors  # the bias of the head where there is anoth
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = _with_rope(DEFAULTS | hf)
     jitter = number("router_jitter_noise", hf["router_jitter_noise"])
     if hf["num_experts_per_tok"] != 2:
@@ -59,7 +48,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {
         **mixtral.expert_entries(config),
         "sliding_window": config.sliding_window,

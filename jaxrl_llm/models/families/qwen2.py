@@ -33,7 +33,6 @@ def window_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     own = {"attention_bias": True, **windows(hf)}
     if hf.get("architectures") == [PROCESS_REWARD_MODEL]:
         own |= {"step_hidden": True}
@@ -43,6 +42,5 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {"architectures": [PROCESS_REWARD_MODEL]} if config.step_hidden else {}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own | window_entries(config, base))

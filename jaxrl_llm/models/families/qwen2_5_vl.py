@@ -43,7 +43,6 @@ FAMILY = qwen_vl.Family(
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     text = text_of(hf, FAMILY)
     return qwen_vl.config_of(hf, text, FAMILY, encoder_of(hf, text, FAMILY), {"attention_bias": True}, overrides)
 
@@ -67,6 +66,5 @@ def text_of(hf: dict[str, Any], family: qwen_vl.Family) -> dict[str, Any]:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     entries = {"fullatt_block_indexes": list(qwen_vl.net_encoder(config).full_layers)}
     return qwen_vl.entries_of(config, base, FAMILY, {}, entries)

@@ -27,7 +27,6 @@ DEFAULTS = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     window = qwen2.window(hf)
     own = {
@@ -54,7 +53,6 @@ def expert_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {"qkv_bias": config.attention_bias, **layer_types.write(config, base), **expert_entries(config, base)}
     own |= {"use_sliding_window": bool(config.sliding_layers)} if base is None else {}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

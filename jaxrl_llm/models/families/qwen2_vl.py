@@ -21,7 +21,6 @@ FAMILY = qwen2_5_vl.FAMILY._replace(
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     text, entries = qwen2_5_vl.text_of(hf, FAMILY), {"mlp_ratio": 4} | (hf.get("vision_config") or {})
     encoder = qwen_vl.encoder_of(entries, text, FAMILY)
     encoder = dataclasses.replace(encoder, ffn=encoder.width * positive(entries, "mlp_ratio"))
@@ -29,6 +28,5 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     encoder = qwen_vl.net_encoder(config)
     return qwen_vl.entries_of(config, base, FAMILY, {}, {"mlp_ratio": encoder.ffn // encoder.width})

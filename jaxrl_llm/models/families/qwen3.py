@@ -12,13 +12,11 @@ HEAD_DIM = 128  # where the entry is left out
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     own = {"qk_norm": "head", **decoder.attention_biases(hf), **qwen2.windows(hf)}
     head_dim = HEAD_DIM if hf.get("head_dim") is None else hf["head_dim"]
     return decoder.to_config({**hf, "head_dim": head_dim}, ARCHITECTURE, own, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {"attention_bias": config.attention_bias, **qwen2.window_entries(config, base)}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

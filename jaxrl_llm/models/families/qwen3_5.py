@@ -24,13 +24,11 @@ FAMILY = qwen_vl.Family(
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     text = qwen_vl.text_of(hf, FAMILY)
     encoder = qwen3_vl.encoder_of(hf, text, FAMILY)
     return qwen_vl.config_of(hf, text, FAMILY, encoder, qwen3_5_text.fields(text), overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     entries = qwen3_next.delta_entries(config, base)
     return qwen_vl.entries_of(config, base, FAMILY, entries, qwen3_vl.encoder_entries(config))

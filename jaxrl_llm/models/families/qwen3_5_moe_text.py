@@ -14,7 +14,6 @@ FIXED = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = with_defaults(hf)
     return decoder.to_config(hf, ARCHITECTURE, fields(hf), overrides, rope={"partial": True})
 
@@ -31,7 +30,6 @@ def fields(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, entries(config, base))
 
 

@@ -17,7 +17,6 @@ DEFAULTS = qwen3_next.DELTA_DEFAULTS | {"num_key_value_heads": 4}  # for entries
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     return decoder.to_config(hf, ARCHITECTURE, fields(hf), overrides, rope={"partial": True})
 
@@ -28,5 +27,4 @@ def fields(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, qwen3_next.delta_entries(config, base))

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, layer_types, qwen2
-from jaxrl_llm.models.families.entries import experts_of, number, positive, refuse
+from jaxrl_llm.models.families.entries import positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "qwen3_moe"
@@ -16,10 +16,15 @@ DEFAULTS = {
     "norm_topk_prob": False,
     "router_aux_loss_coef": 0.001,
 }  # for entries that are left out
+FIELDS = {
+    "experts_per_token": "num_experts_per_tok",
+    "expert_ffn": "moe_intermediate_size",
+    "normalize_top_k": "norm_topk_prob",
+    "router_aux_loss_coef": "router_aux_loss_coef",
+}  # that are an entry each, beside their number, which has two names
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     own = {
         "qk_norm": "head",
@@ -38,23 +43,12 @@ def experts(hf: dict[str, Any]) -> dict[str, Any]:
     hf = {"num_experts": hf["num_local_experts"]} | hf if "num_local_experts" in hf else hf
     if len(dense) == layers:
         refuse("mlp_only_layers", hf.get("mlp_only_layers"), "lists that leave some layers their experts")
-    return {
-        **experts_of(hf, "num_experts", "num_experts_per_tok"),
-        "expert_ffn": positive(hf, "moe_intermediate_size"),
-        "normalize_top_k": bool(hf["norm_topk_prob"]),
-        "dense_layers": dense,
-        "router_aux_loss_coef": number("router_aux_loss_coef", hf["router_aux_loss_coef"]),
-    }
+    return decoder.read_fields(hf, FIELDS | {"experts": "num_experts"}) | {"dense_layers": dense}
 
 
 def expert_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
     """The entries of config.json that `experts` reads."""
-    entries: dict[str, Any] = {
-        "moe_intermediate_size": config.expert_ffn,
-        "num_experts_per_tok": config.experts_per_token,
-        "norm_topk_prob": config.normalize_top_k,
-        "router_aux_loss_coef": config.router_aux_loss_coef,
-    }
+    entries = decoder.write_fields(config, FIELDS)
     if base is None:
         dense = list(config.dense_layers)
         entries |= {"num_experts": config.experts, "decoder_sparse_step": 1, "mlp_only_layers": dense}
@@ -62,7 +56,6 @@ def expert_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {"attention_bias": config.attention_bias, **expert_entries(config, base)}
     if base is None:
         own |= {"use_sliding_window": bool(config.sliding_layers), "sliding_window": config.sliding_window}

@@ -49,7 +49,6 @@ DEFAULTS = DELTA_DEFAULTS | EXPERT_DEFAULTS | {"num_experts_per_tok": 10, "num_e
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     own = delta_fields(hf, GatedDeltaNet) | qwen2_moe.experts(hf)
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"partial": True})
@@ -78,7 +77,6 @@ def delta_fields(hf: dict[str, Any], net: type[GatedDeltaNet]) -> dict[str, Any]
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = delta_entries(config, base) | qwen2_moe.expert_entries(config, base)
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
 

@@ -52,7 +52,6 @@ FAMILY = qwen_vl.Family(
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     text = qwen_vl.text_of(hf, FAMILY)
     own = {"qk_norm": "head", **decoder.attention_biases(text)}
     return qwen_vl.config_of(hf, text, FAMILY, encoder_of(hf, text, FAMILY), own, overrides)
@@ -78,7 +77,6 @@ def encoder_of(hf: dict[str, Any], text: dict[str, Any], family: qwen_vl.Family)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     return qwen_vl.entries_of(config, base, FAMILY, {"attention_bias": config.attention_bias}, encoder_entries(config))
 
 

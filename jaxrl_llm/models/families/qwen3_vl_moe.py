@@ -35,7 +35,6 @@ FAMILY = qwen3_vl.FAMILY._replace(
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     # Weights of experts always add up to 1, and what the decoder's entries say of tied embeddings is not read.
     fixed = {"norm_topk_prob": True, "tie_word_embeddings": bool(hf.get("tie_word_embeddings", False))}
     text = qwen_vl.text_of(hf, FAMILY) | fixed
@@ -44,6 +43,5 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     own = {"attention_bias": config.attention_bias, **qwen3_moe.expert_entries(config, base)}
     return qwen_vl.entries_of(config, base, FAMILY, own, qwen3_vl.encoder_entries(config))

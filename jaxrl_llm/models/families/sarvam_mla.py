@@ -22,7 +22,6 @@ DEFAULTS = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     family = decoder.class_of(hf, ARCHITECTURE, deepseek_v3.ARCHITECTURE)
     return deepseek_v3.read(DEFAULTS | renamed(as_yarn(hf), NAMES), family, overrides)
 
@@ -36,7 +35,6 @@ def as_yarn(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     names = {name: common for name, common in NAMES.items() if name in (base or {})}
     family = decoder.class_of(base, ARCHITECTURE, deepseek_v3.ARCHITECTURE)
     common = None if base is None else renamed(base, names)

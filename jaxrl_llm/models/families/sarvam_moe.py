@@ -49,16 +49,13 @@ DEFAULTS = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     family = decoder.class_of(hf, ARCHITECTURE, glm4_moe.ARCHITECTURE)
     hf, rope = DEFAULTS | renamed(hf, NAMES), {"theta": 8_000_000.0, "partial": True}
     return decoder.to_config(hf, family, glm4_moe.own_fields(hf), overrides, rope=rope)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     names = {name: common for name, common in NAMES.items() if name in (base or {})}
     family = decoder.class_of(base, ARCHITECTURE, glm4_moe.ARCHITECTURE)
-    common = None if base is None else renamed(base, names)
-    hf = decoder.from_config(config, common, family, MODEL_TYPE, glm4_moe.own_entries(config, base))
-    return decoder.with_own_names(hf, names)
+    own = glm4_moe.own_entries(config, base)
+    return decoder.from_own_names(config, base, names, {}, family, MODEL_TYPE, own)

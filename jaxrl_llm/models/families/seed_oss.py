@@ -12,19 +12,13 @@ KEYS = decoder.KEYS
 DEFAULTS = {
     "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
 }  # fmt: skip
-BIASES = {
-    "attention_bias": "attention_bias", "attention_output_bias": "attention_out_bias", "mlp_bias": "mlp_bias"
-}  # fmt: skip
+FIELDS = {"attention_bias": "attention_bias", "attention_output_bias": "attention_out_bias", "mlp_bias": "mlp_bias"}
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
-    own = {field: bool(hf[entry]) for field, entry in BIASES.items()}
-    return decoder.to_config(hf, ARCHITECTURE, own, overrides)
+    return decoder.to_config(hf, ARCHITECTURE, decoder.read_fields(hf, FIELDS), overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
-    own = {entry: getattr(config, field) for field, entry in BIASES.items()}
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, decoder.write_fields(config, FIELDS))

@@ -13,22 +13,20 @@ THETA = 2_000_000.0
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     unrotated = layer_types.read_unrotated(hf)
     window = hf.get("sliding_window") if hf.get("use_sliding_window", False) else None
     slides = set(unrotated) if window is not None else set()
     own = {
         "unrotated_layers": unrotated,
-        **llama.own_fields(hf),
+        **decoder.read_fields(hf, llama.FIELDS),
         **layer_types.read({**hf, "sliding_window": window}, slides.__contains__),
     }
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"theta": THETA})
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
-    own = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias, **layer_types.write(config, base)}
+    own = decoder.write_fields(config, llama.FIELDS) | layer_types.write(config, base)
     if base is None:
         own |= layer_types.write_unrotated(config) | {"use_sliding_window": bool(config.sliding_layers)}
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)

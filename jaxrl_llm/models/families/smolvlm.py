@@ -11,10 +11,8 @@ KEYS = idefics3.KEYS
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     return idefics3.config_of(hf, ARCHITECTURE, overrides)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`; raises ConfigError for one without vision."""
     return idefics3.entries_of(config, base, ARCHITECTURE, MODEL_TYPE)

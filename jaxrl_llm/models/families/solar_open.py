@@ -18,7 +18,6 @@ DEFAULTS = {
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf
     hf = {"intermediate_size": hf["moe_intermediate_size"], **hf}  # of dense layers, which there are none of
     own = {**deepseek_v3.experts(hf), "attention_bias": bool(hf.get("attention_bias", False))}
@@ -26,7 +25,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {**deepseek_v3.expert_entries(config, base), "attention_bias": config.attention_bias}
     hf = decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
     given = () if base is None else base

@@ -24,7 +24,6 @@ DEFAULTS = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25}  # for entries 
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | renamed(hf, NAMES)
     own = {
         **decoder.LAYER_NORMS,
@@ -36,7 +35,6 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     own = {
         "use_qkv_bias": config.attention_bias,
         "use_parallel_residual": bool(config.parallel_ffn),

@@ -3,27 +3,24 @@
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, gemma2, layer_types
-from jaxrl_llm.models.families.decoder import LAYER, TensorName
+from jaxrl_llm.models.families.decoder import LAYER, norms
 from jaxrl_llm.models.model_config import ModelConfig
 
 MODEL_TYPE = "vaultgemma"
 ARCHITECTURE = "VaultGemma"
 KEYS = (
     *decoder.ENDS,
-    TensorName("layers/input_norm/scale", f"{LAYER}input_layernorm.weight"),
-    TensorName("layers/post_attention_norm/scale", f"{LAYER}pre_feedforward_layernorm.weight"),
+    *norms("layers/", LAYER, {"input_norm": "input_layernorm", "post_attention_norm": "pre_feedforward_layernorm"}),
     *decoder.ATTENTION,
     *decoder.FEED_FORWARD,
 )
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = gemma2.DEFAULTS | hf
     own = gemma2.common(hf) | {"norms": "pre"} | layer_types.read(hf, lambda layer: layer % 2 == 0)
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, activations=gemma2.ACTIVATIONS)
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, gemma2.own_entries(config, base))

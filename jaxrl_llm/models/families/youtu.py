@@ -13,7 +13,6 @@ DEFAULTS = deepseek_v3.DEFAULTS | {"tie_word_embeddings": True}  # for entries t
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    """The ModelConfig of a config.json; raises ConfigError for what the network does not compute."""
     hf = DEFAULTS | hf | {"n_routed_experts": None}
     if hf.get("initializer_range") is None:
         hf["initializer_range"] = 2 / (5 * positive(hf, "hidden_size")) ** 0.5
@@ -21,5 +20,4 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The config.json of a net, over the entries of `base`."""
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, deepseek_v3.entries(config, base))

@@ -56,6 +56,8 @@ PUBLISHED = {
     },
     "a CLIP of the usual shape": {"model_type": "llava_next", "image_token_index": 31_999, "text_config": {},
                                   "vision_config": {"model_type": "clip_vision_model"}},
+    "a Qwen2 of the usual shape": {"model_type": "llava_onevision", "text_config": {},
+                                   "vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False}},
     "a Gemma of the usual shape": {
         "model_type": "paligemma", "text_config": {"model_type": "gemma"}, "projection_dim": 3072,
         "image_token_index": 255_999, "vision_config": {"vision_use_head": False},
