@@ -328,3 +328,18 @@ def test_completions_without_a_limit():
     )
     assert (config.rollout.max_completion_length, config.environment.max_turns) == (1024, 1024)
     assert "max_completion_length is None, which is no limit" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "delta"), [("", 0.02), ("entropy_coef_delta=0.01,", 0.04), ("num_iterations=1,", 0.01)]
+)
+def test_an_entropy_coefficient_that_moves_with_each_update(more, delta):
+    """Of the four updates of a step here: two batches, each twice."""
+    given = f"max_steps=8, use_adaptive_entropy=True, steps_per_generation=2, {more}"
+    given += "" if "iterations" in more else "num_iterations=2,"
+    config, _ = migrated(
+        "from trl import GRPOConfig, GRPOTrainer\n"
+        f"GRPOTrainer('org/m', 'org/judge', GRPOConfig({given}), load_dataset('d', split='train')).train()\n"
+    )
+    assert config.algorithm.entropy_controller == "adaptive"
+    assert config.algorithm.entropy_delta == pytest.approx(delta)

@@ -39,6 +39,10 @@ def grpo(draft: Draft, trainer: str, devices: int) -> int:
             draft.check(f"{level} = sequence: {kind} takes the ratio of the row, its paper that of each token")
     elif kind == "vespo" and sequence and beta and draft.get("use_bias_correction_kl"):
         draft.check(f"{level}: with vespo it is of the KL term alone in TRL, whose ratio is that of tokens here")
+    if draft.get("use_adaptive_entropy") and updates > 1:
+        delta = updates * draft.first("entropy_coef_delta", default=0.005)
+        draft.set("algorithm.entropy_delta", round(delta, 9), "entropy_coef_delta", "use_adaptive_entropy")
+        draft.check(f"the entropy coefficient changes after each of the {updates} updates there, once in a step here")
     signs = {"positive": "pos", "negative": "neg"}
     numbers = {f"{name}_{ours}": f"vespo_{name}_{sign}" for ours, sign in signs.items() for name in ("k", "lambda")}
     set_loss(draft, [(loss, {"delta": "delta", **numbers})], "loss_type", "importance_sampling_level")
