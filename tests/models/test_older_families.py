@@ -155,7 +155,10 @@ def test_step_heads_that_are_named_otherwise_are_refused(variant, tmp_path):
 REFUSED = {
     "gpt2": ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
     "falcon": ({"alibi": True}, "alibi = True is not supported; supported: false"),
-    "gpt_neo": ({"attention_types": [[["near"], 2]]}, r"attention_types = .* the types global and local"),
+    "gpt_neo": (
+        {"attention_types": [[["near"], 2]], "attention_layers": None},
+        r"attention_types = .* the types global and local",
+    ),
     "gptj": ({"rotary_dim": 7}, "rotary_dim = 7 is not supported; supported: even numbers up to n_embd / n_head = 8"),
     "bamba": ({"attn_layer_indices": [2]}, r"attn_layer_indices = \[2\] .* integers from 0 to .* = 1"),
     "phi": ({"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported"),

@@ -41,11 +41,13 @@ def unused_tensors(config: ModelConfig) -> set[str]:
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     hf = decoder.with_ffn(DEFAULTS | renamed(hf, NAMES))
+    entry = "attention_layers" if hf.get("attention_layers") else "attention_types"
     try:
         types = [kind for kinds, times in hf["attention_types"] for _ in range(times) for kind in kinds]
         types = [TYPES[kind] for kind in hf.get("attention_layers") or types]
     except (TypeError, ValueError, KeyError):
-        refuse("attention_types", hf["attention_types"], "lists of [types, times], the types global and local")
+        form = "" if entry == "attention_layers" else "lists of [types, times], the types "
+        refuse(entry, hf[entry], f"{form}global and local")
     own = {
         **decoder.LAYER_NORMS,
         "learned_positions": positive(hf, "max_position_embeddings"),
