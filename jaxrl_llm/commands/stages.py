@@ -16,7 +16,7 @@ import jax
 
 from jaxrl_llm.config import ConfigDict, ConfigError, flat, from_json, to_json, validate
 from jaxrl_llm.config.flags import configured, find_config, load_options
-from jaxrl_llm.config.resolve import import_file
+from jaxrl_llm.config.resolve import import_file, naming
 from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
@@ -58,10 +58,8 @@ def load_stages(spec: str, folder: str | Path) -> dict[str, ConfigDict]:
         raise ConfigError(f"get_stages of {path} must return a dict of configurations by name")
     for name, config in stages.items():
         config.output_dir = str(folder / name)
-        try:
+        with naming(f"the stage {name}"):
             validate(config)
-        except ConfigError as error:
-            raise ConfigError(f"the stage {name}: {error}") from error
         if "state" not in config.checkpoint.contents:
             raise ConfigError(
                 f"checkpoint.contents of the stage {name} is hf alone, from which no stage goes on, and without a "

@@ -275,6 +275,15 @@ def failing_as(what: str) -> Iterator[None]:
         raise ConfigError(f"{what} failed: {error_text(error)}") from error
 
 
+@contextlib.contextmanager
+def naming(setting: str) -> Iterator[None]:
+    """Put the setting before the message of a ConfigError that its value raises."""
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(f"{setting}: {error}") from error
+
+
 def path_and_line(error: BaseException, path: str | Path) -> str:
     """`path:line` of the last line of `path` in the traceback of an exception; the path alone if there is none."""
     if isinstance(error, SyntaxError) and error.lineno:

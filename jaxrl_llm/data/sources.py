@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from jaxrl_llm.config.resolve import ConfigError, failing_as, resolve, split_options
+from jaxrl_llm.config.resolve import ConfigError, failing_as, naming, resolve, split_options
 from jaxrl_llm.data import Row, tasks
 from jaxrl_llm.data.diagnose import reader_of
 from jaxrl_llm.data.files import ONLY, matching, read_files, read_folder, read_remote
@@ -167,10 +167,8 @@ def _call_function(path: str, split: str, name: str | None, arguments: Mapping[s
     """The rows that a user's function returns, or an instance of a user's class; it gets the arguments that it
     names."""
     name_of_it, options = split_options(path)
-    try:
+    with naming("data.path"):
         function = resolve(name_of_it, {})
-    except ConfigError as error:
-        raise ConfigError(f"data.path: {error}") from error
     if not callable(function):
         raise ConfigError(
             f"data.path: {name_of_it} is {type(function).__name__}, but it takes a function or a class that gives rows"

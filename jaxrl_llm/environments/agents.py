@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.config.resolve import ConfigError, resolve_with_options
+from jaxrl_llm.config.resolve import ConfigError, naming, resolve_with_options
 from jaxrl_llm.config.user_code import error_text
 from jaxrl_llm.environments.call_pool import CallPool
 from jaxrl_llm.environments.protocol import EpisodeError, encodable, finite
@@ -134,7 +134,8 @@ class Agents:
             make, of_agent = resolve_with_options(agent, BUILT_IN, reserved=("key",))
             function = make(**of_agent, key=key)
         elif isinstance(agent, str) and FUNCTION.fullmatch(agent):
-            function, options = resolve_with_options(agent, {})
+            with naming(key):
+                function, options = resolve_with_options(agent, {})
         if not isinstance(function, str):
             if (opens := getattr(function, "open_environments", None)) is not None:
                 opens()

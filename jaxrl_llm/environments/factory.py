@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from jaxrl_llm.config.resolve import closest, resolve_with_options
+from jaxrl_llm.config.resolve import closest, naming, resolve_with_options
 from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.environments.agents import Agents, AgentSpec
 from jaxrl_llm.environments.call_pool import CallPool
@@ -60,12 +60,12 @@ class Environments:
 
     def __init__(self, spec: EnvironmentSpec):
         self.spec, self.on_error = spec, spec.on_error
-        self.tools = tuple(_resolve(tool, {}) for tool in spec.tools)
-        environment = None if spec.environment is None else _resolve(spec.environment, BUILT_IN)
+        self.tools = tuple(_resolve("tools", tool, {}) for tool in spec.tools)
+        environment = None if spec.environment is None else _resolve("name", spec.environment, BUILT_IN)
         self.routed = isinstance(environment, Mapping)
         self.factories: dict[str | None, Factory | None] = {None: environment}
         if isinstance(environment, Mapping):
-            self.factories = {str(name): _resolve(factory, BUILT_IN) for name, factory in environment.items()}
+            self.factories = {str(key): _resolve("name", factory, BUILT_IN) for key, factory in environment.items()}
         elif environment is not None and not callable(environment):
             shown = f"is {spec.environment!r}, which is" if isinstance(spec.environment, str) else "is"
             raise EpisodeError(
@@ -193,9 +193,10 @@ def load_environments(spec: EnvironmentSpec | AgentSpec) -> Environments | Agent
     return None if spec.environment is None and not spec.tools else Environments(spec)
 
 
-def _resolve(name: Any, known: Mapping[str, Any]) -> Any:
-    """The object of a name, with its options bound; anything but a name is returned as it is."""
+def _resolve(key: str, name: Any, known: Mapping[str, Any]) -> Any:
+    """The object of a name in `environment.key`, with its options bound; anything but a name is returned as it is."""
     if not isinstance(name, str):
         return name
-    function, options = resolve_with_options(name, known)
+    with naming(f"environment.{key}"):
+        function, options = resolve_with_options(name, known)
     return partial(function, **options) if options else function

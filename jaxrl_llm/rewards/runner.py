@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm.config.background import EventLoop, TimeUpError
-from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
+from jaxrl_llm.config.resolve import ConfigError, naming, resolve, resolve_with_options
 from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.config.wording import amount
 from jaxrl_llm.rewards.built_in import BUILT_IN
@@ -120,10 +120,8 @@ def _resolve(spec: str | RewardFunction) -> RewardFunction:
         return resolve(spec, BUILT_IN) if callable(spec) else spec
     if spec.endswith(".json"):
         spec = f"openai_grader(grader={spec!r})"
-    try:
+    with naming("rewards.functions"):
         function, options = resolve_with_options(f"{spec}:compute_score" if spec.endswith(".py") else spec, BUILT_IN)
-    except ConfigError as error:
-        raise RewardError(f"rewards.functions: {error}") from error
     if not callable(function) and not hasattr(function, "grade"):
         raise RewardError(f"rewards.functions: {spec} is {shorten(function, 60)}, which cannot be called")
     if not isinstance(function, type):

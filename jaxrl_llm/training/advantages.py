@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms.aggregation import masked_mean, masked_sum, masked_var
 from jaxrl_llm.algorithms.distillation import distilled_advantages, position_weights
 from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.resolve import is_own, resolve_with_options, split_options
+from jaxrl_llm.config.resolve import is_own, naming, resolve_with_options, split_options
 from jaxrl_llm.rollout.slots import Rollout
 from jaxrl_llm.training.rollout_metrics import (
     explained_variance,
@@ -362,10 +362,8 @@ def advantage_step(spec: AdvantageSpec, reward_names: tuple[str, ...]) -> Advant
     rules = [Rule("algorithm.advantage", spec.advantage, function, options)]
     for environment, name in spec.of_environments:
         setting = f"environment.options: advantage of {environment}"
-        try:
+        with naming(setting):
             function, options = advantage_rule(name)
-        except ConfigError as error:
-            raise ConfigError(f"{setting}: {error}") from error
         rules.append(Rule(setting, name, function, options))
         if rules[-1].asks_for("baselines"):
             raise ConfigError(

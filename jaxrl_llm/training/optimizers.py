@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import scale_by_ademamix, scale_by_adopt
 
-from jaxrl_llm.config.resolve import ConfigError, resolve_with_options
+from jaxrl_llm.config.resolve import ConfigError, naming, resolve_with_options
 from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.moe import ROUTER
@@ -178,10 +178,8 @@ def build_optimizer(spec: OptimizerSpec, schedule: optax.Schedule | None = None)
 
 def own_function(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function of the user's that `optimizer.name` names, and its options; raises ConfigError without either."""
-    try:
+    with naming(f"optimizer.name is {name!r}"):
         return resolve_with_options(name, {})
-    except ConfigError as error:
-        raise ConfigError(f"optimizer.name is {name!r}: {error}") from error
 
 
 def own_optimizer(spec: OptimizerSpec, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from jaxrl_llm.config.entries import environment_options
-from jaxrl_llm.config.resolve import ConfigError, is_own, resolve, split_losses, split_options
+from jaxrl_llm.config.resolve import is_own, naming, resolve, split_losses, split_options
 from jaxrl_llm.config.schema import BY_NAME, OFFLINE, ONLINE_PREFERENCE, ConfigDict
 
 # Settings of which each says how completions are made, in place of plain sampling.
@@ -21,10 +21,8 @@ def own_function(setting: str, name: str) -> Any:
     """The user's own function that a setting names, or None for another name and in a look at the configuration."""
     if not is_own(name) or looks.get():
         return None
-    try:
+    with naming(setting):
         return resolve(name, {})
-    except ConfigError as error:
-        raise ConfigError(f"{setting}: {error}") from error
 
 
 def preference_losses(config: ConfigDict) -> dict[str, str | None]:

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Inputs
-from jaxrl_llm.config.resolve import ConfigError, resolve, resolve_with_options
+from jaxrl_llm.config.resolve import ConfigError, naming, resolve, resolve_with_options
 from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.conversations import ended
@@ -174,9 +174,10 @@ def load_rollout_function(name: str | None) -> Callable[..., Any] | None:
     """The function of `environment.rollout_func`; raises ConfigError for a name or option that is wrong."""
     if name is None:
         return None
-    if not name.endswith(")"):
-        return resolve(name, BUILT_IN)
-    function, options = resolve_with_options(name, BUILT_IN)
+    with naming("environment.rollout_func"):
+        if not name.endswith(")"):
+            return resolve(name, BUILT_IN)
+        function, options = resolve_with_options(name, BUILT_IN)
     # `server(...)` makes a rollout function; a user's function takes its options beside the arguments of a rollout.
     return function(**options) if function is server else partial(function, **options)
 

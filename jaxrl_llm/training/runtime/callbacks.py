@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from jaxrl_llm.config import ConfigError, from_json
-from jaxrl_llm.config.resolve import closest, resolve_with_options
+from jaxrl_llm.config.resolve import closest, naming, resolve_with_options
 from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.models.model import Model
@@ -218,9 +218,10 @@ def load_callbacks(specs: Iterable[Any]) -> dict[str, Any]:
 
 
 def _load(spec: str | type) -> Any:
-    name, make, options = (
-        (spec.__name__, spec, {}) if isinstance(spec, type) else (spec, *resolve_with_options(spec, BUILT_IN))
-    )
+    with naming("callbacks"):
+        name, make, options = (
+            (spec.__name__, spec, {}) if isinstance(spec, type) else (spec, *resolve_with_options(spec, BUILT_IN))
+        )
     try:
         inspect.signature(make).bind(**options)
     except TypeError as error:

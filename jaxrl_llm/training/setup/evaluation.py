@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError, eval_set
-from jaxrl_llm.config.resolve import resolve
+from jaxrl_llm.config.resolve import naming, resolve
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data import Row, loading, opening
 from jaxrl_llm.data.opening import DataSource
@@ -59,7 +59,8 @@ def eval_sets(config, dataset: Any = None) -> list[NamedSet]:
 def eval_metrics(config) -> EvalMetrics:
     """The metrics of evaluations; raises ConfigError for an `eval.answer` that cannot be resolved."""
     c = config.eval
-    answer = None if c.answer is None else resolve(c.answer, "jaxrl_llm.rewards.answers")
+    with naming("eval.answer"):
+        answer = None if c.answer is None else resolve(c.answer, "jaxrl_llm.rewards.answers")
     return EvalMetrics(c.correct_at, answer, c.extremes, c.interval, c.estimate)
 
 

@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms.step_losses import step_cross_entropy
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.checks.values import changed
 from jaxrl_llm.config.entries import environment_options
-from jaxrl_llm.config.resolve import resolve_with_options, split_losses, split_options
+from jaxrl_llm.config.resolve import naming, resolve_with_options, split_losses, split_options
 from jaxrl_llm.config.schema import OFFLINE, ONLINE_PREFERENCE
 from jaxrl_llm.config.tree import spec_of
 from jaxrl_llm.models.chunked_divergences import UldOptions
@@ -316,7 +316,5 @@ def _resolve(
     config, auto: str, known: ModuleType | Mapping[str, Any], reserved: tuple[str, ...], written: str | None = None
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The loss and its options; raises ConfigError, naming the setting, for what cannot be found."""
-    try:
+    with naming("algorithm.loss"):
         return resolve_with_options(written or _written(config, auto), known, reserved)
-    except ConfigError as error:
-        raise ConfigError(f"algorithm.loss: {error}") from error
