@@ -16,7 +16,7 @@ MODES = (
 )  # fmt: skip
 CRITERIA = (
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
-    "seq_mean_k3", "seq_max_k2", "seq_max_k3",
+    "seq_mean_k3", "seq_max_k2", "seq_max_k3", "token_kl", "token_tv", "seq_mean_kl", "seq_mean_tv",
 )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def rejection_criteria(names: str, bounds: str) -> tuple[Criterion, ...]:
     """Reads criteria joined by commas, `"token_k2,seq_mean_k1"`, and the bounds of each, `"0.5,0.999_1.001"`.
 
     One bound stands for all of them. `k1` has two, `low_high`, on the ratio; of one, `high`, the other is `1 / high`.
-    `k2` and `k3` have a largest divergence. Raises ValueError for an unknown criterion, one that is named twice, and
+    The others have a largest divergence. Raises ValueError for an unknown criterion, one that is named twice, and
     bounds that do not fit.
     """
     criteria, named = [], [name.strip() for name in names.split(",")]
@@ -118,14 +118,24 @@ def rejection_mask(logps, sample_logps, mask, criteria: tuple[Criterion, ...]) -
 
     Shapes: all `[N, T]`. With `x = logps - sample_logps`, bounded to +-20: `k1 = -x`, so that its bounds are of the
     sampler's probability over the trainer's, `k2 = x^2 / 2`, `k3 = exp(x) - 1 - x`; of each token, or the sum, the mean
-    (`seq_mean_k1`: the geometric mean of the ratios) or the maximum over the row, which is kept or dropped whole. NaN
-    differences count as 0. No gradient flows. Source: verl 0.9, `rollout_rs`; Liu et al., "When Speed Kills Stability".
+    (`seq_mean_k1`: the geometric mean of the ratios) or the maximum over the row, which is kept or dropped whole. `kl`
+    and `tv` are of the token or any other, with the sampler's probability p and the trainer's q of the token, each from
+    1e-6 to 1 - 1e-6: `p log(p / q) + (1 - p) log((1 - p) / (1 - q))` and `|p - q|`. NaN differences count as 0. No
+    gradient flows.
+    Source: verl 0.9, `rollout_rs`; Liu et al., "When Speed Kills Stability"; kl and tv are OpenRLHF 0.11's gates.
     """
     x = bounded_log_ratio(masked_log_ratio(logps, sample_logps, mask))
+    trainer, sampler = (jax.lax.stop_gradient(as_float(scores)) for scores in (logps, sample_logps))
+    sampler = jnp.where(jnp.isnan(sampler), trainer, sampler)
+    p, q = (jnp.clip(jnp.exp(scores), 1e-6, 1 - 1e-6) for scores in (sampler, trainer))
+    divergences = {
+        "k1": -x, "k2": 0.5 * jnp.square(x), "k3": jnp.expm1(x) - x, "tv": jnp.abs(p - q),
+        "kl": p * jnp.log(p / q) + (1 - p) * jnp.log((1 - p) / (1 - q)),
+    }  # fmt: skip
     keep = jnp.ones(x.shape, bool)
     for criterion in criteria:
         level, divergence = criterion.name.rsplit("_", 1)
-        values = {"k1": -x, "k2": 0.5 * jnp.square(x), "k3": jnp.expm1(x) - x}[divergence]
+        values = divergences[divergence]
         if level == "seq_sum":
             values = masked_sum(values, mask, axis=1, keepdims=True)
         elif level == "seq_mean":

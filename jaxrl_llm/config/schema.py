@@ -567,12 +567,13 @@ KEYS = (
     Setting("algorithm.importance_normalize", False,
         "Divide the weights of the importance correction by their mean over the optimizer batch.", bool),
     Setting("algorithm.rejection", None,
-        "Leave out tokens or rows that sampler and trainer rate too differently, by verl's criteria, joined by "
-        "commas, all of which must hold: token_k1 to token_k3, seq_sum_k1 to seq_sum_k3, seq_mean_k1 (the geometric "
-        "mean) to seq_mean_k3, seq_max_k2, seq_max_k3; none is off.", str),
+        "Leave out tokens or rows that sampler and trainer rate too differently, by criteria joined by commas, all of "
+        "which must hold: verl's token_k1 to token_k3, seq_sum_k1 to seq_sum_k3, seq_mean_k1 (the geometric mean) to "
+        "seq_mean_k3, seq_max_k2, seq_max_k3, and OpenRLHF's token_kl, token_tv, seq_mean_kl, seq_mean_tv; none is "
+        "off.", str),
     Setting("algorithm.rejection_bounds", None,
         "Bounds of algorithm.rejection, one for all criteria or one of each, joined by commas: low_high of the ratio "
-        "for k1 (`0.999_1.001`), the largest divergence for k2 and k3 (`0.01`).", str),
+        "for k1 (`0.999_1.001`), the largest divergence for the others (`0.01`).", str),
     Setting("algorithm.off_policy_mask_threshold", None,
         "Leave out rows of negative advantage whose mean log-prob fell by more than this since they were sampled; "
         "none is off.",

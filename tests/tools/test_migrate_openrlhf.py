@@ -208,6 +208,12 @@ def their_loss(
     elif correction == "seq-mask-tis":
         whole = np.exp((other * rows.mask).sum(1, keepdims=True) / lengths)
         loss *= np.exp(other) * ((whole >= bounds[0]) & (whole <= bounds[1]))
+    elif correction in ("token_tv", "seq_kl", "seq_tv"):
+        p, q = np.exp(rows.sampled), np.exp(rows.old)
+        gate = p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q)) if correction == "seq_kl" else np.abs(p - q)
+        if correction != "token_tv":
+            gate = (gate * rows.mask).sum(1, keepdims=True) / lengths
+        loss *= np.exp(other) * (gate <= bounds[1])
     change = rows.policy - rows.reference
     estimates = {"k1": change, "k2": change**2 / 2, "k3": np.exp(-change) - 1 + change}
     loss = (loss + (beta * np.clip(estimates[kl], -10, 10) if kl else 0)) * rows.mask
@@ -239,6 +245,45 @@ def test_the_corrections_are_those_of_openrlhf(tmp_path, correction):
     rows = made_rows()
     theirs = their_loss(rows, their_advantages(rows, "group_norm"), dual=3.0, correction=correction, bounds=(0.6, 2.0))
     np.testing.assert_allclose(our_loss(config, rows)[0], theirs, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("flags", "correction", "bounds"),
+    [
+        ("token --algo.advantage.is_correction_mode clip", "tis", "0.6 2.0"),
+        ("token", "icepop", "0.6 2.0"),
+        ("token", "icepop", "2.0"),
+        ("seq", "seq-mask-tis", "0.6 2.0"),
+        ("token --algo.advantage.is_correction_gating tv", "token_tv", "0.3"),
+        ("seq --algo.advantage.is_correction_gating binary_kl", "seq_kl", "0.2"),
+        ("seq --algo.advantage.is_correction_gating tv", "seq_tv", "0.3"),
+    ],
+)
+def test_the_corrections_of_the_newest_openrlhf(tmp_path, flags, correction, bounds):
+    """Those of 0.11.2, which names the unit, what becomes of it, and what is measured (FlashREINFORCE: seq_kl)."""
+    said = f"--algo.kl.init_coef 0 --algo.advantage.is_correction_level {flags}"
+    config, _ = command(tmp_path, said, f"--algo.advantage.is_correction_threshold {bounds} --actor.dual_clip 3.0")
+    rows, (*low, high) = made_rows(), map(float, bounds.split())
+    limits = (low[0] if low else 0.0, high)
+    theirs = their_loss(rows, their_advantages(rows, "group_norm"), dual=3.0, correction=correction, bounds=limits)
+    np.testing.assert_allclose(our_loss(config, rows)[0], theirs, rtol=1e-6)
+    whole = their_loss(rows, their_advantages(rows, "group_norm"), dual=3.0, correction="token_tv", bounds=(0.0, 2.0))
+    assert abs(theirs - whole) > 1e-3  # something is left out, or cut
+
+
+@pytest.mark.usefixtures("x64")
+def test_means_and_gradients_of_the_newest_openrlhf(tmp_path):
+    rows = made_rows()
+    advantages = their_advantages(rows, "group_norm")
+    config, _ = command(tmp_path, "--actor.loss_agg_mode seq-mean-token-mean --algo.kl.init_coef 0")
+    lengths = rows.mask.sum(1)
+    ratio = np.exp(rows.policy - rows.old)
+    loss = -np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages) * rows.mask
+    np.testing.assert_allclose(our_loss(config, rows)[0], (loss.sum(1) / lengths).mean(), rtol=1e-6)
+    config, text = command(tmp_path, "--algo.kl.use_loss --algo.kl.estimator k3 --algo.kl.unbiased_gradient")
+    assert (config.algorithm.kl, config.algorithm.kl_in_reward) == ("k2", False)
+    assert "unknown" not in text
 
 
 @pytest.mark.usefixtures("x64")

@@ -8,7 +8,6 @@ from jaxrl_llm.algorithms import policy_losses, preference_losses
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate import shared
 from jaxrl_llm.tools.migrate.draft import Draft
-from jaxrl_llm.tools.migrate.table import rules
 
 
 def with_options(name: str, options: Mapping[str, Any]) -> str:
@@ -47,22 +46,20 @@ def set_loss(draft: Draft, losses: Sequence[tuple[str, Mapping[str, str]]], *the
         draft.set("algorithm.loss", "+".join(terms), *theirs, *dict.fromkeys(used))
 
 
-def set_correction(
-    draft: Draft, kind: str | None, bounds: Sequence[Any], dual: Any, *theirs: str, level: str = "token"
-):
+def set_correction(draft: Draft, kind: str | None, bounds: Sequence[Any], *theirs: str, level: str = "token"):
     """Set the weights for the difference between sampler and trainer, by OpenRLHF's and NeMo-RL's names for them.
 
     tis cuts the ratio of each token, or of whole rows at the level sequence, to `bounds`; icepop leaves out those that
-    are not within; seq-mask-tis leaves out rows, with a loss that is written beside the config and has the dual clip
-    `dual`; None keeps the whole ratio. `theirs` are the keys that chose it, first that of the kind.
+    are not within; seq-mask-tis leaves out rows by its geometric mean; None keeps the whole ratio. `theirs` are the
+    keys that chose it, first that of the kind.
     """
     if kind is not None:
         shared.check_known(draft.named(theirs[0]), kind, ("tis", "icepop", "seq-mask-tis"))
     draft.set("algorithm.importance_correction", f"{level}_{'mask' if kind == 'icepop' else 'truncate'}", *theirs)
     low, high = (None if bound is None else float(bound) for bound in bounds)
-    if kind == "seq-mask-tis":
-        text = rules("openrlhf")["functions"]["seq_mask_tis"]
-        draft.set("algorithm.loss", draft.function("seq_mask_tis", text, DUAL=dual, LOW=low, HIGH=high), *theirs)
+    if kind == "seq-mask-tis":  # of the trainer's ratio; rejection has the sampler's
+        draft.set("algorithm.rejection", "seq_mean_k1", *theirs)
+        draft.set("algorithm.rejection_bounds", f"{1 / high!r}_{1 / max(low or 0.0, 1e-9)!r}", *theirs)
     whole = kind in (None, "seq-mask-tis")
     draft.set("algorithm.importance_max", 1e9 if whole else high, *theirs)
     draft.set("algorithm.importance_min", None if whole else low, *theirs)

@@ -411,8 +411,7 @@ def _correction(draft: Draft, rows: Any) -> None:
     if not draft.get(keys[0]):
         return
     kind, high, low = (draft.get(key) for key in keys[1:])
-    level, dual = "sequence" if rows else "token", draft.get("loss_fn.ratio_clip_c")
-    set_correction(draft, kind, (low, high), dual, *keys[1:], keys[0], level=level)
+    set_correction(draft, kind, (low, high), *keys[1:], keys[0], level="sequence" if rows else "token")
 
 
 def _distillation(draft: Draft) -> None:

@@ -185,18 +185,29 @@ def _loss(draft: Draft) -> None:
     shared.check_known(draft.named(key := "model.policy_loss_type"), kind := draft.get(key), ("ppo", "gspo"))
     set_loss(draft, [("gspo" if kind == "gspo" else "ppo_clip", {"dual_clip": "model.dual_clip"})], key)
     draft.use("model.dual_clip")
-    draft.set("algorithm.aggregation", "sequence" if kind == "gspo" else "token", key)
+    rows = kind == "gspo" or draft.get("model.loss_agg_mode") == "seq-mean-token-mean"
+    draft.set("algorithm.aggregation", "sequence" if rows else "token", key, "model.loss_agg_mode")
     draft.take("algorithm.entropy_coef", "model.entropy_coef", default=0.0)
     at = "algo.advantage.is_correction"
-    keys = [f"{at}_{name}" for name in ("enable", "type", "threshold")]
+    keys = [f"{at}_{name}" for name in ("level", "mode", "gating", "threshold", "type", "enable")]
     draft.use(*keys)
-    if not draft.get(keys[0]):
+    level, mode, gating, bounds, scheme, enable = map(draft.get, keys)
+    if not enable and level == "off":
         return
     if kind == "gspo":  # whose ratio is then to the sampler
-        draft.set("algorithm.old_logps", "sampler", keys[0])
+        draft.set("algorithm.old_logps", "sampler", *keys)
         return
-    kind, bounds, dual = (draft.get(name) for name in (keys[1], keys[2], "model.dual_clip"))
-    set_correction(draft, kind, bounds, dual, keys[1], keys[0], keys[2])
+    if not enable:  # by scheme up to 0.11.0
+        scheme = "tis" if mode == "clip" else "seq-mask-tis" if level == "seq" else "icepop"
+    *low, high = bounds if isinstance(bounds, list) else [bounds]
+    if enable or gating == "ratio":
+        set_correction(draft, scheme, (low[0] if low else 0.0, high), keys[4], *keys[:4], keys[5])
+        return
+    set_correction(draft, None, (None, None), *keys[:3])  # a divergence leaves out, and what is left has its ratio
+    shared.check_known(draft.named(keys[2]), gating, gates := {"binary_kl": "kl", "tv": "tv"})
+    unit = "seq_mean" if level == "seq" else "token"
+    draft.set("algorithm.rejection", f"{unit}_{gates[gating]}", *keys[:3])
+    draft.set("algorithm.rejection_bounds", repr(float(high)), keys[3])
 
 
 def _divergence(draft: Draft) -> None:
@@ -206,7 +217,16 @@ def _divergence(draft: Draft) -> None:
     draft.use("algo.kl.use_loss", "algo.kl.estimator", "algo.kl.horizon")
     if not beta:
         return
-    draft.set("algorithm.kl", str(draft.get("algo.kl.estimator")), "algo.kl.estimator")
+    exact = in_loss and draft.get("algo.kl.unbiased_gradient")
+    kind = "k2" if exact else str(draft.get("algo.kl.estimator"))
+    draft.set("algorithm.kl", kind, "algo.kl.estimator", "algo.kl.unbiased_gradient")
+    if exact and draft.values["batch.minibatches"] * draft.values["algorithm.num_iterations"] > 1:
+        draft.check(
+            "algo.kl.unbiased_gradient: the gradient is that of k2, which OpenRLHF multiplies by the ratio, cut at 10: "
+            "the same in the first update of a batch"
+        )
+    if in_loss and draft.values["algorithm.aggregation"] == "sequence":
+        draft.check("the KL term is a mean over all tokens there; here it has the aggregation of the policy's loss")
     draft.set("algorithm.kl_in_reward", not in_loss, "algo.kl.use_loss")
     name = draft.get("algo.advantage.estimator")
     if not in_loss and name not in ("gae", "reinforce"):
