@@ -202,8 +202,11 @@ KEYS = (
     Setting("lora.modules_to_save", (),
         "Modules trained whole beside the adapters, by the ends of their names as in PEFT: embed_tokens, lm_head, "
         "norm (all norms), ... If head and embedding are tied, either name means both."),
+    Setting("lora.bias", "none",
+        "Biases trained beside the adapters, as PEFT's bias: all of the model, or those of linear layers that have an "
+        "adapter (lora_only).", choices=("none", "all", "lora_only")),
     Setting("lora.path", None,
-        "PEFT folder of an adapter to continue from, or its URL; it sets rank, alpha, rslora, dora, targets and "
+        "PEFT folder of an adapter to continue from, or its URL; it sets rank, alpha, rslora, dora, targets, bias and "
         "modules_to_save."),
     Setting("lora.reference", "auto",
         "Reference policy: the model without adapters (base), with its initial adapters (start), or a merged copy of "
@@ -1066,7 +1069,7 @@ IDENTITY = (
     "seed", "model.path", "model.random_init", "model.freeze_router", "model.trainable", "model.frozen",
     "model.vision", "model.quantize", "model.quantize_experts", "model.qat",
     "lora.rank", "lora.alpha", "lora.rslora", "lora.dora", "lora.init", "lora.targets", "lora.layers_to_transform",
-    "lora.exclude_modules", "lora.rank_pattern", "lora.alpha_pattern", "lora.modules_to_save", "lora.path",
+    "lora.exclude_modules", "lora.rank_pattern", "lora.alpha_pattern", "lora.modules_to_save", "lora.bias", "lora.path",
     "lora.reference", "data.path", "data.name", "data.sources",
     "data.format", "data.streaming", "data.shuffle", "data.shuffle_buffer", "data.split", "data.prompt_key",
     "data.completion_key", "data.label_key", "data.image_key", "data.image_processor", "data.system_prompt",

@@ -45,6 +45,7 @@ class Model:
     hf_config: dict[str, Any] | None = None
     generation: dict[str, Any] | None = None  # entries of generation_config.json
     path: str | None = None
+    revision: str | None = None  # of a hub id
     mesh: Mesh | None = None
     changed: bool = False  # its parameters, adapters aside, may be others than those at `path`
 
@@ -114,7 +115,7 @@ def load_model(
     model = describe(
         path, dtype, param_dtype, adapter, allow_pickle, trust_remote_code, revision, tokenizer, entries, **overrides
     )
-    path, adapter = base_and_adapter(path, adapter)
+    path, adapter, revision = base_and_adapter(path, adapter, revision)
     if init_key is None:
         config = model.net.config
         overrides |= {"dtype": dtype, "param_dtype": param_dtype or dtype, "head": config.head}
@@ -148,7 +149,7 @@ def describe(
     Arguments and errors as in `load_model`.
     """
     dtype = compute_dtype(dtype)
-    path, adapter = base_and_adapter(path, adapter)
+    path, adapter, revision = base_and_adapter(path, adapter, revision)
     for name, known in (("quantize", KINDS), ("quantize_experts", ("same", *KINDS))):
         if overrides.get(name, "none") not in known:
             raise ConfigError(f"{name} = {overrides[name]!r} is not one of {', '.join(known)}.")
@@ -167,7 +168,8 @@ def describe(
     if tokenizer is not None:
         check_ids(tokenizer, net.config.embeddings, generation, os.fspath(path))
         hf.remember_images(tokenizer, folder)
-    return Model(net, net.shapes(), tokenizer, hf.read_config(folder, entries), generation, os.fspath(path))
+    hf_config = hf.read_config(folder, entries)
+    return Model(net, net.shapes(), tokenizer, hf_config, generation, os.fspath(path), revision)
 
 
 def check_ids(tokenizer: Any, size: int, generation: Mapping[str, Any] | None, path: str | None) -> None:
@@ -231,14 +233,20 @@ def check_positions(model: Model, length: int, cause: str) -> None:
         )
 
 
-def base_and_adapter(path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None) -> tuple[Any, Any]:
-    """The path of the model itself, and the folder of its adapter, None without one."""
+def base_and_adapter(
+    path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None = None, revision: str | None = None
+) -> tuple[Any, Any, str | None]:
+    """The path of the model itself, the folder of its adapter, None without one, and the revision of a hub id.
+
+    An adapter in the place of the model names all of it; a `revision` that is given goes before its own.
+    """
     if adapter is not None or not peft.is_adapter(path):
-        return path, adapter
-    base = peft.read_config(path).base
-    if base is None:
+        return path, adapter, revision
+    described = peft.read_config(path)
+    if described.base is None:
         raise ConfigError(f"{os.fspath(path)}/{peft.CONFIG} names no base model: load that, with adapter={path!r}")
-    return base, path
+    own = None if hf.is_folder(described.base) else described.revision
+    return described.base, path, revision or own
 
 
 def copied_model(
@@ -517,8 +525,8 @@ def save_adapter(model: Model, path: str | os.PathLike[str]) -> None:
     folder = Path(path).expanduser().absolute()
     hf.refuse_foreign(folder, peft.CONFIG)
     with hf.replacing(folder) as partial:
-        base = None if model.changed else masked(model.path)
-        peft.write(partial, model.net, _family(model), model.params, base)
+        base, revision = (None, None) if model.changed else (masked(model.path), model.revision)
+        peft.write(partial, model.net, _family(model), model.params, base, revision)
 
 
 def init_sharded(net: Net, key: jax.Array, mesh: Mesh) -> Params:

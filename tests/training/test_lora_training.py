@@ -223,6 +223,8 @@ def test_contradictions_are_refused():
             "lora__rank": 0,
         },
         "lora.modules_to_save is norm, but there are no": {"lora__modules_to_save": ("norm",), "lora__rank": 0},
+        "lora.bias is all, but the adapter of lora.path": {"lora__bias": "all", "lora__path": "x", "lora__rank": 0},
+        "lora.bias is all, but there are no": {"lora__bias": "all", "lora__rank": 0},
         "lora.reference is copy, but the matrices are quant": {"lora__reference": "copy", "model__quantize": "nf4"},
     }
     for message, changes in cases.items():
@@ -363,6 +365,22 @@ def test_a_run_with_modules_trained_whole(root, tmp_path):
     np.testing.assert_allclose(adapted(tokens), merged(tokens), atol=1e-3)
     again = tiny(root, tmp_path / "again", **changes, checkpoint__resume=str(result.output_dir / "checkpoints/1"))
     jax.tree.map(np.testing.assert_array_equal, jaxrl_llm.train(again).model.params, result.model.params)
+
+
+@pytest.mark.slow
+def test_a_run_with_biases(root, tmp_path):
+    """They move beside the adapters, in the sampler too, and PEFT's folder and the merged model have them."""
+    base = jaxrl_llm.load_model("embedded:sort", init_key=jax.random.key(0), entries={"attention_bias": True})
+    jaxrl_llm.save_hf(base, tmp_path / "base")
+    changes = {"model__path": str(tmp_path / "base"), "lora__bias": "lora_only", "optimizer__warmup_steps": 0}
+    result = jaxrl_llm.train(tiny(root, tmp_path / "run", **changes))
+    saved = result.model.params["saved"]["layers"]["attention"]
+    assert set(saved) == set("qkvo") and all(np.abs(x["bias"]).max() > 1e-5 for x in saved.values())
+    assert max(line["sampling/sampling_logp_difference/max"] for line in result.metrics) < 1e-4
+    adapted, merged = (jaxrl_llm.load_model(result.output_dir / name) for name in ("adapter", "hf"))
+    jax.tree.map(np.testing.assert_array_equal, adapted.params, result.model.params)
+    tokens = np.arange(97, 109)[None]
+    np.testing.assert_allclose(adapted(tokens), merged(tokens), atol=1e-4)
 
 
 def test_checkpoints_hold_adapters_alone(run, tmp_path):

@@ -162,12 +162,16 @@ def check_lora(config: ConfigDict) -> Iterator[str]:
                 f"lora.modules_to_save is {', '.join(lora.modules_to_save)}, but there are no adapters, and all of the "
                 "model is trained: set lora.rank, 16 for example, or leave it empty"
             )
+        if lora.bias != "none":
+            yield f"lora.bias is {lora.bias}, but there are no adapters: set lora.rank, 16 for example, or it to none"
         return
     if lora.modules_to_save and lora.path is not None:
         yield (
             f"lora.modules_to_save is {', '.join(lora.modules_to_save)}, but the adapter of lora.path names its own: "
             "leave it empty"
         )
+    if lora.bias != "none" and lora.path is not None:
+        yield f"lora.bias is {lora.bias}, but the adapter of lora.path says this itself: leave it at none"
     experts = [name for name in lora.targets if "experts" in name.split(".")]
     for setting, off in (("dora", "false"), ("dropout", "0")):
         if lora.rank and experts and lora[setting]:

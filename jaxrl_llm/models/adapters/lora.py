@@ -8,8 +8,8 @@ The matrices of experts have an A and a B each, stacked as they are: `lora_a [E,
 gate and up are an adapter of both together, `gate_up`, with one A and the columns of B side by side, gate's first: that
 of the one tensor in which transformers has them, which PEFT adapts (`target_parameters`).
 
-Modules that are trained whole beside the adapters (PEFT's modules_to_save) stay as they are in the tree; their trained
-copies are under `saved`, at the same paths, and the net computes with those.
+Modules that are trained whole beside the adapters (PEFT's modules_to_save), and biases, stay as they are in the tree;
+their trained copies are under `saved`, at the same paths, and the net computes with those.
 
 Adapters may start from the matrices they are beside (PiSSA, OLoRA), from A0 and B0. The map then computes
 `x W + scale (dropout(x) A B - x A0 B0)`, in which W - scale A0 B0 is what stays of the matrix: A0 and B0 are frozen
@@ -87,6 +87,7 @@ class LoraConfig:
     rslora: bool = False
     dora: bool = False
     init: str = "kaiming"  # see `started`
+    bias: str = "none"  # which biases are trained too: "all", or those of maps with an adapter, "lora_only"
     saved: tuple[str, ...] = ()  # paths of the parameters that are trained whole, see `peft.with_modules`
     # The adapters of each group of layers (`ModelConfig.layer_groups`), see peft_patterns.py; (): of all targets, with
     # this rank and this alpha.

@@ -43,12 +43,13 @@ PREFIX, FACTOR_A = "base_model.model.", ".lora_A.weight"
 VISION = re.compile(r"\.(vision_model|vision_tower|vision_encoder|visual|embed_vision)\.")
 LM_HEAD = "lm_head"
 TIES = "ensure_weight_tying"
+BIAS, OF_ADAPTED = ".bias", ".base_layer.bias"  # ends of names, of which modules with an adapter have the latter
 HEADS = ("score", "classifier")  # PEFT names both for models with a score or step head
 TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS", "step": "TOKEN_CLS"}
 # Entries of adapter_config.json, and the values with which the adapter is what `lora.delta` computes.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "bias": (None, "none"),
+    "bias": (None, "none", "all", "lora_only"),
     "use_qalora": (None, False),
     "use_bdlora": (None, False),
     **dict.fromkeys(("arrow_config", "kasa_config", "monteclora_config", "velora_config"), (None,)),
@@ -85,12 +86,13 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "alpha_pattern": (lambda given: _are_patterns(given, _is_number), "numbers by names"),
     "modules_to_save": (_are_texts, "a list of names"),
     "target_parameters": (_are_texts, "a list of names"),
+    "revision": (lambda given: isinstance(given, str), "a branch, tag or commit of the base model"),
 }
 
 
 class AdapterConfig(NamedTuple):
-    """The contents of adapter_config.json: the shape, the base model's name or path (None: not named), the head, the
-    modules besides the head that are trained whole, and whether there are adapters on a vision part."""
+    """The contents of adapter_config.json: the shape, the base model's name or path (None: not named) and revision, the
+    head, the modules besides the head that are trained whole, and whether there are adapters on a vision part."""
 
     lora: LoraConfig
     base: str | None
@@ -99,6 +101,7 @@ class AdapterConfig(NamedTuple):
     ties: bool = False  # a module that the model ties to another stays so
     vision: bool = False
     modules: Mapping[str, tuple[int, float]] = {}  # of each with an adapter, experts aside, its rank and alpha
+    revision: str | None = None
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -161,7 +164,8 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
     if not isinstance(entries.get("r"), int) or entries["r"] < 1:
         raise ConfigError(f"{folder / CONFIG}: r = {entries.get('r')!r} is not the rank of an adapter")
     with contextlib.ExitStack() as stack:
-        names = [name for name in _open(folder, stack).keys() if name.endswith(FACTOR_A)]  # noqa: SIM118
+        tensors = list(_open(folder, stack).keys())
+    names = [name for name in tensors if name.endswith(FACTOR_A)]
     experts = peft_experts.targets_of(entries, folder / CONFIG)
     linear = [_module(name) for name in names if not (experts and peft_experts.FACTOR.search(name))]
     modules = {_word(name) for name in linear}
@@ -178,6 +182,8 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
         targets=parse_targets([*modules, *experts]),
         rslora=bool(entries.get("use_rslora")),
         dora=bool(entries.get("use_dora")),
+        # PEFT 0.7 to 0.17 trained those of lora_only and left them out of the file; others have none to train.
+        bias=entries.get("bias", "none") if any(name.endswith(BIAS) for name in tensors) else "none",
     )
     ranks, alphas = (entries.get(name, {}) for name in ("rank_pattern", "alpha_pattern"))
     head = next((head for head, task in TASKS.items() if entries.get("task_type") == task), "lm")
@@ -189,16 +195,17 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
             name: (fitting(ranks, name, lora.rank), float(fitting(alphas, name, lora.alpha)))
             for name in linear
         },
+        revision=entries.get("revision"),
     )  # fmt: skip
 
 
 def with_modules(net: Net, family, names: Iterable[str], key: str) -> Net:
-    """The net, which has adapters, with the modules trained whole that PEFT's `modules_to_save` names.
+    """The net, which has adapters, with the modules trained whole that PEFT's `modules_to_save` names, and the biases.
 
     A name is the end of those of its modules, as in PEFT: `embed_tokens`, `lm_head`, `model.norm`, and `norm` for every
     norm. Where the head is the embedding either name means both; without a language-model head `lm_head` means nothing.
     Raises ConfigError, with `key` for what names them, for modules that have no parameters of their own, that are
-    experts or quantised, or that have adapters.
+    experts or quantised, or that have adapters, and for biases that files have as one with others.
     """
     lora, scores = net.config.lora, net.config.head != "lm"
     assert lora is not None
@@ -226,6 +233,7 @@ def with_modules(net: Net, family, names: Iterable[str], key: str) -> Net:
                 f"are {', '.join(known)}; the closest is {closest(name, known)}"
             )
         found |= {tensor.leaf for module in matching for tensor in modules[module]}
+    found |= _biases(net, modules)
     return net.with_lora(dataclasses.replace(lora, saved=tuple(sorted(found))))
 
 
@@ -235,6 +243,31 @@ def _modules(net: Net, family) -> dict[str, list[safetensors.Stored]]:
     for tensor in safetensors.named_as_modules(net, family):
         modules.setdefault(tensor.name.rpartition(".")[0], []).append(tensor)
     return modules
+
+
+def _biases(net: Net, modules: Mapping[str, list[safetensors.Stored]]) -> set[str]:
+    """The paths of the biases that are trained beside the adapters, as PEFT's `bias` says; those of heads aside."""
+    kind = net.config.lora.bias if net.config.lora is not None else "none"
+    if kind == "none":
+        return set()
+    adapted = {path_name(path[:-1]) for path, _ in jax.tree_util.tree_leaves_with_path(adapters_of(net.shapes()))}
+    biases = {
+        x.leaf: x
+        for tensors in modules.values()
+        for x in tensors
+        if x.name.endswith(BIAS) and not x.leaf.startswith("score/") and x.leaf not in net.config.frozen_leaves
+    }
+    if kind == "lora_only":
+        biases = {leaf: x for leaf, x in biases.items() if leaf.rpartition("/")[0] in adapted}
+    if not biases:
+        such = " of such maps" if kind == "lora_only" else ""
+        raise ConfigError(f"lora.bias is {kind}, but this model has no biases{such}: set it to none")
+    if joint := [x.name for x in biases.values() if x.full_shape != x.shape]:
+        raise ConfigError(
+            f"lora.bias is {kind}, but files have {joint[0]} as one with others: set it to none, or name modules in "
+            "lora.modules_to_save"
+        )
+    return set(biases)
 
 
 def _embedding(modules: Mapping[str, list[safetensors.Stored]]) -> str:
@@ -291,6 +324,9 @@ def read(folder: str | os.PathLike[str], net: Net, family, mesh: Mesh | None) ->
             # PEFT ties nothing where modules_to_save has neither of the names that it knows.
             raise _apart(f"{folder / TENSORS} holds no {LM_HEAD} that is its embedding: PEFT, with {TIES} too,")
     names = [name for tensors in wanted.values() for name in tensors.names]
+    for name in names:  # before version 0.7 PEFT had no other names for the biases of adapted modules
+        if name.endswith(OF_ADAPTED) and (older := name.removesuffix(OF_ADAPTED) + BIAS) in found:
+            found[name] = found.pop(older)
     if missing := [name for name in names if name not in found]:
         raise ConfigError(f"{folder / TENSORS} lacks tensors that the model needs: {safetensors.some(missing)}")
     if spare := sorted(set(found) - set(names)):
@@ -334,11 +370,12 @@ def fused(net: Net, family) -> str | None:
     return None
 
 
-def write(folder: Path, net: Net, family, params: Params, base: str | None) -> None:
+def write(folder: Path, net: Net, family, params: Params, base: str | None, revision: str | None = None) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors` of the model's adapters and its score head, in fp32.
 
     Adapters whose start is subtracted are written as `lora.plain_adapters` has them, for the same base model.
-    `base` is the name or path of the model they belong to. With many processes all must call; the first one writes.
+    `base` is the name or path of the model they belong to, and `revision` that of a hub id. With many
+    processes all must call; the first one writes.
     """
     assert net.config.lora is not None
     params, lora = plain_adapters(params, net.config.lora)
@@ -375,6 +412,7 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
         "peft_type": "LORA",
         "task_type": TASKS[net.config.head],
         "base_model_name_or_path": base,
+        "revision": revision,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "rank_pattern": ranks,
@@ -384,7 +422,7 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None) -> N
         "target_parameters": parameters or None,
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
-        "bias": "none",
+        "bias": lora.bias,
         "fan_in_fan_out": any(not modules[_module(name)][0].transpose for name in factors),
         "modules_to_save": saved or None,
         "inference_mode": True,
@@ -400,7 +438,7 @@ def _saved_modules(modules: Mapping[str, Sequence[safetensors.Stored]], lora: Lo
     whole = {
         name
         for name, tensors in modules.items()
-        if any(x.leaf in lora.saved or x.leaf.startswith("score/") for x in tensors)
+        if all(x.leaf in lora.saved or x.leaf.startswith("score/") for x in tensors)  # of others, biases alone
     }
     short = {name: HEADS[0] if name.startswith(f"{HEADS[0]}.") else name.split(".")[-1] for name in whole}
     ambiguous = {word for word in short.values() if any(name.endswith(word) for name in modules.keys() - whole)}
@@ -455,8 +493,8 @@ def trained_tensors(net: Net, family) -> dict[str, Tensors]:
         stored.setdefault(tensor.leaf, []).append(tensor)
     ends = {"lora_a": ".lora_A.weight", "lora_b": ".lora_B.weight", "lora_m": ".lora_magnitude_vector"}
     found: dict[str, Tensors] = {}
-    for path, _ in jax.tree_util.tree_leaves_with_path(split(net.shapes())[1]):
-        name = path_name(path)
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(split(net.shapes())[1])]
+    for name in paths:
         module, _, leaf = name.removeprefix(f"{SAVED}/").rpartition("/")
         if leaf in ends and "/experts/" in module:
             if peft_experts.stacked_key(family) is None:  # PEFT has none of such
@@ -470,6 +508,8 @@ def trained_tensors(net: Net, family) -> dict[str, Tensors]:
             found[name] = Tensors([name], False, [None])
             continue
         names = [part.name.removesuffix(".weight") + ends[leaf] if leaf in ends else part.name for part in parts]
+        if leaf == "bias" and f"{module}/lora_a" in paths:
+            names = [own.removesuffix(BIAS) + OF_ADAPTED for own in names]
         # Factors are of linear maps, also beside a matrix that the files have as it is here.
         found[name] = Tensors(names, leaf in ends or parts[0].transpose, [part.layer for part in parts])
     return found

@@ -52,7 +52,7 @@ def locate(
     no such model, for the folder of a run, and for the revision of a folder.
     """
     name = os.fspath(path)
-    if revision is not None and _is_folder(name):
+    if revision is not None and is_folder(name):
         raise ConfigError(f"model.revision is {revision!r}, but {name} is a folder, which has no revisions")
     if name.startswith("embedded:"):
         folder = EMBEDDED / name.removeprefix("embedded:")
@@ -95,7 +95,7 @@ def _nearest(name: str) -> str:
     return ""
 
 
-def _is_folder(name: str) -> bool:
+def is_folder(name: str) -> bool:
     """True for a model that is no hub id: of the package, here or behind a URL."""
     return name.startswith("embedded:") or remote.is_url(name) or Path(name).expanduser().is_dir()
 
@@ -196,7 +196,7 @@ def find_tokenizer(
 
     Raises ConfigError, which names the setting, when there is none.
     """
-    if _is_folder(path):
+    if is_folder(path):
         if remote.is_url(path):
             code = ["*.py"] if trust_remote_code else []
             folder = remote.fetch(path, {*DOWNLOADED, *code} - {"*.safetensors"}, f"{setting} =")

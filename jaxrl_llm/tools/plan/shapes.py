@@ -159,7 +159,7 @@ def _teachers(config, policy: Net, own: Params, mesh: Mesh, dtype: str) -> dict[
 
 def net_at(path: str, revision: str | None = None, **overrides) -> tuple[Net, dict[str, Any]]:
     """The net of a model, or of an adapter with its model, and its config.json, which is all that is read of it."""
-    path, adapter = base_and_adapter(path, None)
+    path, adapter, revision = base_and_adapter(path, revision=revision)
     lora = None if adapter is None else peft.read_config(adapter).lora
     folder = hf.locate(path, config_only=True, revision=revision)
     net, read = hf.load_net(folder, lora=lora, **overrides), hf.read_config(folder)

@@ -23,15 +23,15 @@ OF_FROZEN = (  # what trained parameters, adapters above all, are trained beside
     "model.path", "model.revision", "model.random_init", "model.quantize", "model.quantize_experts", "model.trainable",
     "model.frozen", "lora.path", "lora.rank", "lora.alpha", "lora.rslora", "lora.dora", "lora.init", "lora.targets",
     "lora.layers_to_transform", "lora.exclude_modules", "lora.rank_pattern", "lora.alpha_pattern",
-    "lora.modules_to_save",
+    "lora.modules_to_save", "lora.bias",
 )  # fmt: skip
 OF_FROZEN_CRITIC = ("critic.path", "critic.lora_rank", "critic.lora_alpha", "critic.lora_targets")
 OF_MOMENTS = ("optimizer.galore_rank", "optimizer.lisa_layers")  # of IDENTITY: the shapes of moments
 OF_OPTIMIZER = {"optimizer.name", MOMENTS, *OF_MOMENTS}  # of IDENTITY: a new optimizer may have others
 OF_ARRAYS = (  # of IDENTITY: which arrays are trained, and their shapes
     "model.trainable", "model.frozen", "model.vision", "lora.rank", "lora.dora", "lora.targets",
-    "lora.layers_to_transform", "lora.exclude_modules", "lora.rank_pattern", "lora.modules_to_save", "critic.shared",
-    "critic.lora_rank", "critic.lora_targets",
+    "lora.layers_to_transform", "lora.exclude_modules", "lora.rank_pattern", "lora.modules_to_save", "lora.bias",
+    "critic.shared", "critic.lora_rank", "critic.lora_targets",
 )  # fmt: skip
 # Of IDENTITY: with another one the saved position means other rows, and `data.pipeline` refuses it.
 OF_POSITION = ("seed", "data.shuffle", "data.streaming", "data.packing", "data.packing_strategy")
@@ -71,7 +71,8 @@ def as_computed(config: ConfigDict, former: ConfigDict) -> ConfigDict:
 def _has_experts(config: ConfigDict) -> bool:
     c = config.model
     register(c.register)
-    folder = hf.locate(base_and_adapter(c.path, None)[0], config_only=True, revision=c.revision)
+    path, _, revision = base_and_adapter(c.path, revision=c.revision)
+    folder = hf.locate(path, config_only=True, revision=revision)
     return hf.load_net(folder, model_entries(config)).config.experts > 0
 
 

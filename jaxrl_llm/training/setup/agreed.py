@@ -63,7 +63,7 @@ def check_same_model(path: str, revision: str | None, allow_pickle: bool, adapte
     """Raises AgreedError, in all processes, unless they have the same files of a model and of its adapter."""
     if jax.process_count() == 1:
         return
-    path, adapter = base_and_adapter(path, adapter)
+    path, adapter, revision = base_and_adapter(path, adapter, revision)
     folders = {path: hf.locate(path, allow_pickle, revision=revision)}
     folders |= {} if adapter is None else {adapter: Path(adapter)}  # of one behind a URL nothing is compared
     kinds = ("*.json", "*.safetensors", "pytorch_model*.bin")

@@ -151,8 +151,8 @@ def tokenizer_of(config, tokenizer: Any = None, model: Model | None = None) -> A
         elif model is not None:
             tokenizer = model.tokenizer
         else:
-            path, _ = base_and_adapter(c.path, None)
-            tokenizer = hf.find_tokenizer(path, c.trust_remote_code, c.revision)
+            path, _, revision = base_and_adapter(c.path, revision=c.revision)
+            tokenizer = hf.find_tokenizer(path, c.trust_remote_code, revision)
     if tokenizer is None:
         raise ConfigError(f"the model in memory ({c.path}) has no tokenizer: give tokenizer, or set model.tokenizer")
     if config.data.chat_template is not None:
@@ -163,8 +163,8 @@ def tokenizer_of(config, tokenizer: Any = None, model: Model | None = None) -> A
     if model is not None:
         tokenizer.image_folder = getattr(model.tokenizer, "image_folder", None)
     else:
-        path, _ = base_and_adapter(c.path, None)
-        hf.remember_images(tokenizer, hf.locate(path, revision=c.revision, config_only=True))
+        path, _, revision = base_and_adapter(c.path, revision=c.revision)
+        hf.remember_images(tokenizer, hf.locate(path, revision=revision, config_only=True))
     tokenizer.image_settings = getattr(model.tokenizer, "image_settings", {}) if model is not None else {}
     if options := split_options(f"_({config.data.image_processor})")[1]:
         if tokenizer.image_folder is None:
@@ -193,8 +193,8 @@ def check_vocabulary(config, tokenizer: Any, model: Model | None) -> None:
     if model is not None:
         check_ids(tokenizer, model.net.config.embeddings, model.generation, model.path)
         return
-    path, _ = base_and_adapter(config.model.path, None)
-    folder = hf.locate(path, revision=config.model.revision, config_only=True)
+    path, _, revision = base_and_adapter(config.model.path, revision=config.model.revision)
+    folder = hf.locate(path, revision=revision, config_only=True)
     size = hf.load_net(folder, model_entries(config)).config.embeddings
     check_ids(tokenizer, size, read_json(folder / "generation_config.json"), path)
 

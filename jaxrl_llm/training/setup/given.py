@@ -49,6 +49,7 @@ NEED_ALL_ROWS = (
 # Fields that become settings of `lora`, with PEFT's defaults.
 LORA_FIELDS = {
     "r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "use_rslora": False, "use_dora": False, "init_lora_weights": True,
+    "bias": "none",
     **dict.fromkeys(("target_modules", "target_parameters", "modules_to_save", "layers_to_transform", "layers_pattern",
                      "exclude_modules", "rank_pattern", "alpha_pattern")),
 }  # fmt: skip
@@ -182,7 +183,7 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
         "rslora": bool(found["use_rslora"]), "dora": bool(found["use_dora"]),
         "init": lora_init(found["init_lora_weights"]),
         "targets": tuple(sorted((*targets, *parameters))),
-        "modules_to_save": tuple(sorted(found["modules_to_save"] or ())),
+        "modules_to_save": tuple(sorted(found["modules_to_save"] or ())), "bias": found["bias"] or "none",
         "layers_to_transform": (layers,) if isinstance(layers, int) else tuple(layers or ()),
         "exclude_modules": tuple(sorted(excluded)),
         **{

@@ -89,7 +89,7 @@ def adapter_patterns(config) -> AdapterPatterns:
 def build_lora(config) -> LoraConfig:
     """The adapters that the configuration asks for; raises ConfigError for an unknown target."""
     c = config.lora
-    return LoraConfig(c.rank, c.alpha, c.dropout, parse_targets(c.targets), c.rslora, c.dora, c.init)
+    return LoraConfig(c.rank, c.alpha, c.dropout, parse_targets(c.targets), c.rslora, c.dora, c.init, c.bias)
 
 
 def check_prompts(config, has_environment: bool) -> None:
@@ -180,10 +180,11 @@ def critic_config(config) -> ConfigDict:
     if config.lora.path is not None:
         adapter = read_config(config.lora.path)
         shape, own.lora.path, own.lora.modules_to_save = adapter.lora, None, adapter.modules_to_save
-        for name in ("rank", "alpha", "rslora", "dora", "targets"):
+        for name in ("rank", "alpha", "rslora", "dora", "targets", "bias"):
             own.lora[name] = getattr(shape, name)
     if critic.lora_rank is not None:
         own.lora.rank, own.lora.alpha = critic.lora_rank, critic.lora_alpha or own.lora.alpha
         own.lora.targets = critic.lora_targets or own.lora.targets
         own.lora.modules_to_save = own.lora.modules_to_save if critic.lora_rank else ()
+        own.lora.bias = own.lora.bias if critic.lora_rank else "none"
     return own

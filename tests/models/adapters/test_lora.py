@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,9 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.models.adapters.lora import LoraConfig
+from jaxrl_llm.models.adapters.peft import trained_tensors
+from jaxrl_llm.models.families import family_of
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.kernels.stored_matmul import frozen_matmul
 from jaxrl_llm.models.logprobs import last_scores, token_logps
 from jaxrl_llm.models.model import add_adapters, has_peft_adapter, load_model, save_adapter, save_hf
@@ -264,6 +268,63 @@ def test_modules_trained_whole_are_those_of_peft(llama_folder, base, tmp_path):
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     for name, value in theirs.items():
         np.testing.assert_allclose(ours[name], value.detach(), atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["all", "lora_only"])
+def test_biases_trained_beside_adapters_are_those_of_peft(tmp_path, kind):
+    """Which they are, logits, gradients, the merged model, and folders in both directions."""
+    folder = tmp_path / "model"
+    make_oracle("phi").save_pretrained(folder)
+    model = load_model(folder)
+    shape = LoraConfig(3, targets=("q", "v"), bias=kind)
+    model = shaken(add_adapters(model, shape, jax.random.key(0)))
+    save_adapter(model, tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["bias"] == kind
+    again = load_model(folder, adapter=tmp_path / "adapter")
+    assert again.net.config.lora == model.net.config.lora
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+
+    theirs = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], bias=kind)
+    fresh = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), theirs)
+    wanted = {name for name, x in fresh.named_parameters() if x.requires_grad and "lora_" not in name}
+    found = {name for name in load_file(tmp_path / "adapter/adapter_model.safetensors") if "lora_" not in name}
+    assert found == wanted and wanted
+    oracle = in_peft(folder, tmp_path / "adapter")
+    for name, parameter in oracle.named_parameters():
+        parameter.requires_grad_(name in wanted)
+    gradients = gradients_beside(oracle, model)["saved"]
+    own = {f"saved/{path_name(path)}": x for path, x in jax.tree_util.tree_leaves_with_path(gradients)}
+    expected = dict(oracle.named_parameters())
+    for path, tensors in trained_tensors(model.net, family_of(model.hf_config)).items():
+        for number, name in enumerate(tensors.names if path in own else ()):
+            x = own[path][number] if tensors.stacked else own[path]
+            np.testing.assert_allclose(x, expected[f"base_model.model.{name}"].grad, atol=1e-4, rtol=1e-4, err_msg=name)
+    oracle.save_pretrained(tmp_path / "theirs")
+    jax.tree.map(np.testing.assert_array_equal, load_model(folder, adapter=tmp_path / "theirs").params, model.params)
+    save_hf(model, tmp_path / "merged")
+    merged = oracle.merge_and_unload().state_dict()
+    for name, x in AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict().items():
+        np.testing.assert_allclose(x, merged[name].detach(), atol=1e-5, err_msg=name)
+
+
+def test_biases_of_a_model_without_any_are_refused(base):
+    with pytest.raises(ConfigError, match=r"lora.bias is lora_only, but this model has no biases of such maps"):
+        add_adapters(base, dataclasses.replace(SHAPE, bias="lora_only"), jax.random.key(0))
+
+
+def test_an_adapter_names_the_revision_of_its_model(llama_folder, adapter, tmp_path, monkeypatch):
+    folder, asked = shutil.copytree(adapter, tmp_path / "adapter"), set()
+    entries = json.loads((folder / "adapter_config.json").read_text())
+    named = {"base_model_name_or_path": "owner/name", "revision": "v2"}
+    (folder / "adapter_config.json").write_text(json.dumps(entries | named))
+    monkeypatch.setattr(hf, "_download", lambda name, patterns, revision: asked.add(revision) or llama_folder)
+    model = load_model(folder)
+    assert asked == {"v2"}
+    save_adapter(model, tmp_path / "again")
+    assert json.loads((tmp_path / "again/adapter_config.json").read_text())["revision"] == "v2"
+    asked.clear()
+    load_model(folder, revision="v3")
+    assert asked == {"v3"}
 
 
 @pytest.mark.parametrize("named", [["embed_tokens"], ["lm_head"]])

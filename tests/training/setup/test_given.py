@@ -99,6 +99,7 @@ def test_fields_of_lora_config():
         "init": "kaiming",
         "targets": ("q_proj", "v_proj"),
         "modules_to_save": (),
+        "bias": "none",
         **ALIKE,
     }
     assert lora_settings(LoraConfig(target_modules="all-linear"))["targets"] == ("all-linear",)
@@ -120,11 +121,13 @@ def test_pefts_own_lora_config():
         "init": "kaiming",
         "targets": ("all-linear",),
         "modules_to_save": (),
+        "bias": "none",
         **ALIKE,
     }
     for theirs, ours in ((False, "random"), ("pissa_niter_4", "pissa_niter_4"), ("olora", "olora"), (True, "kaiming")):
         assert lora_settings(peft.LoraConfig(init_lora_weights=theirs))["init"] == ours
     assert lora_settings(peft.LoraConfig(modules_to_save=["lm_head"]))["modules_to_save"] == ("lm_head",)
+    assert lora_settings(peft.LoraConfig(bias="lora_only"))["bias"] == "lora_only"
     experts = peft.LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
     assert parse_targets(lora_settings(experts)["targets"]) == ("q", "experts.down_proj")
     with pytest.raises(ConfigError, match=r"target_parameters = .* and no target_modules, .*: give them too, \[\] for"):
