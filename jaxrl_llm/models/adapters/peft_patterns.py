@@ -46,7 +46,8 @@ def with_patterns(net: Net, family, patterns: AdapterPatterns) -> Net:
     """The net, which has adapters of one shape on all its targets, with those that `patterns` say.
 
     Raises ConfigError for a name that fits no module, a pattern that fits none with an adapter, a layer that is not
-    there, for experts that the model does not have or that have no gate, and as `with_adapters`.
+    there, patterns beside adapters of experts alone, for experts that the model does not have or that have no gate, and
+    as `with_adapters`.
     """
     lora = net.config.lora
     assert lora is not None
@@ -57,6 +58,12 @@ def with_patterns(net: Net, family, patterns: AdapterPatterns) -> Net:
     if not any(patterns):
         return net
     modules = {each.module: each.layer for each in _maps(net, family)}
+    if not modules:
+        key, value = next((key, value) for key, value in patterns._asdict().items() if value)
+        raise ConfigError(
+            f"lora.{key} is {', '.join(map(str, value))}, but lora.targets = {', '.join(lora.targets)} are experts or "
+            "of a vision part, whose adapters are of all layers, and of one rank and alpha: leave it empty"
+        )
 
     def fits(key: str, pattern: str, known: Iterable[str] = modules) -> set[str]:
         try:

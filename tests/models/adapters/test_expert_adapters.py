@@ -20,6 +20,7 @@ from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.models.adapters.lora import LoraConfig, parse_targets
+from jaxrl_llm.models.adapters.peft_patterns import AdapterPatterns, with_patterns
 from jaxrl_llm.models.cast import decoding_params
 from jaxrl_llm.models.families import mixtral, nemotron_h
 from jaxrl_llm.models.logprobs import token_logps
@@ -252,6 +253,19 @@ def test_a_folder_that_peft_wrote_loads(target, tmp_path):
 ])  # fmt: skip
 def test_targets(names, found):
     assert parse_targets(names) == found
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        ({"layers_to_transform": (0,)}, r"lora.layers_to_transform is 0, but .*experts.down_proj are experts or of a"),
+        ({"alpha_pattern": ("q_proj=2",)}, r"lora.alpha_pattern is q_proj=2, .* of one rank and alpha: leave it empty"),
+    ],
+)
+def test_of_experts_alone_no_layer_has_others(patterns, message):
+    net = Net(CONFIG).with_lora(LoraConfig(rank=3, targets=parse_targets(["experts"])))
+    with pytest.raises(ConfigError, match=message):
+        with_patterns(net, mixtral, AdapterPatterns(**patterns))
 
 
 def test_what_they_do_not_have_is_refused(llama_folder, tmp_path):
