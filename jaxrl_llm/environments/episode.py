@@ -88,9 +88,12 @@ class Episode:
             return prompt + opening
         if not self.has_step and not isinstance(prompt, str) and (isinstance(opening, str) or _is_content(opening)):
             content = prompt[-1].get("content") or ""
-            if not (isinstance(content, str) and isinstance(opening, str)):
-                content, opening = ([text] if isinstance(text, str) else [*text] for text in (content or [], opening))
-            return [*prompt[:-1], *with_parts([{**prompt[-1], "content": content + opening}])]
+            if isinstance(content, str) and isinstance(opening, str):
+                joined: Any = content + opening
+            else:
+                lists = ([text] if isinstance(text, str) else text for text in (content, opening) if text)
+                joined = [part for parts in lists for part in parts]
+            return [*prompt[:-1], *with_parts([{**prompt[-1], "content": joined}])]
         if isinstance(opening, str) and opening:
             return opening
         if is_messages(opening):
