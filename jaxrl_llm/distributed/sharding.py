@@ -241,29 +241,19 @@ def parameter_spec(path: str, shape: tuple[int, ...], mesh) -> PartitionSpec:
     return PartitionSpec()
 
 
-def mesh_like(mesh: Mesh, devices: np.ndarray) -> Mesh | None:
-    """The devices in a mesh on which a parameter has the shards that it has on `mesh`, or None if they do not divide.
-
-    So shards of the one are copied to devices of the other as they are. Where shards differ, `jax.device_put` between
-    meshes of different devices reads whole arrays into the host's memory.
-    """
-    shards = mesh.size // mesh.shape["data"]
-    if devices.size % shards:
-        return None
-    sizes = mesh.shape | {"data": devices.size // shards}
-    return Mesh(devices.reshape([*sizes.values()]), mesh.axis_names, axis_types=mesh.axis_types)
-
-
 def resharding(tree, mesh: Mesh, other: Mesh) -> Callable[[Any], Any]:
     """A program of `mesh` that gives parameters such as `tree` the shards that they have on `other`, of other devices.
 
-    Where several devices are to have a copy of the same shard, each gets a part of it, and they gather the parts; the
-    partitioner alone would have every device gather everything. The identity where the devices do not divide into the
-    shards.
+    So shards are copied to these as they are: where they differ, `jax.device_put` reads whole arrays into the host's
+    memory. Where several devices are to have a copy of the same shard, each gets a part of it, and they gather the
+    parts; the partitioner alone would have every device gather everything. It is the identity where the devices do not
+    divide into the shards.
     """
-    alike = mesh_like(other, mesh.devices)
-    if alike is None:
+    shards = other.size // other.shape["data"]
+    if mesh.size % shards:
         return lambda tree: tree
+    sizes = other.shape | {"data": mesh.size // shards}
+    alike = Mesh(mesh.devices.reshape([*sizes.values()]), other.axis_names, axis_types=other.axis_types)
     # One samples at a time along `context`, so that its size is 1: here it shards what `data` copies.
     axes = [{"data": "context", "context": "data"}.get(axis, axis) for axis in alike.axis_names]
     parts = shardings(tree, Mesh(alike.devices, axes, axis_types=alike.axis_types))
@@ -288,7 +278,7 @@ def shardings(tree, mesh: Mesh):
 
 
 def on_host(tree) -> Any:
-    """The arrays in the host's memory, with their sharding; scalars stay on the device. Works under jit."""
+    """The arrays in the host's memory, with their sharding; scalars stay on the device. It works under jit."""
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host) if x.ndim else x, tree)
 
 
@@ -298,7 +288,7 @@ def has_host_memory() -> bool:
 
 
 def on_device(tree) -> Any:
-    """The arrays in the device's memory; those that are there already stay as they are. Works under jit."""
+    """The arrays in the device's memory; those that are there already stay as they are. It works under jit."""
 
     def moved(x):
         is_there = x.ndim == 0 or (not isinstance(x, Tracer) and x.sharding.memory_kind != "pinned_host")
@@ -338,6 +328,11 @@ def constrain(x, *dims: str | EllipsisType | None):
     if mesh.empty or mesh.are_all_axes_manual:
         return x
     return jax.lax.with_sharding_constraint(x, activation_spec(x.shape, *dims))
+
+
+def constrain_rows(x):
+    """`x` `[N,...]` with its rows sharded, and no other dimension."""
+    return constrain(x, "rows", *(None,) * (x.ndim - 1))
 
 
 def activation_spec(shape: tuple[int, ...], *dims: str | EllipsisType | None) -> PartitionSpec:

@@ -37,8 +37,8 @@ def check_kept(replay: bool, teacher: bool) -> None:
 def shown_images(examples: Sequence[dict[str, Any]], group_size: int) -> tuple[list[Any], list[str | None]] | None:
     """The images of the examples, for `group_size` rows each: lists of PIL images, and their thumbnails as JSON.
 
-    None where no example has images that are read from files; those whose data has `pixels` alone have none. Raises
-    ConfigError for a file that is no longer what it was.
+    It is None where no example has images that are read from files; those whose data has `pixels` alone have none.
+    Raises ConfigError for a file that is no longer what it was.
     """
     if not any(isinstance(example.get(PIXELS), Tiles) for example in examples):
         return None

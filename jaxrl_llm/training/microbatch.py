@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Batch, Images, Inputs, PackedLayout
-from jaxrl_llm.distributed.sharding import constrain, row_sharding
+from jaxrl_llm.distributed.sharding import constrain_rows, row_sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _packed_microbatch(batch: Batch, layout: PackedLayout) -> Batch:
         index = layout.row_idx.reshape(*layout.row_idx.shape, *(1,) * (x.ndim - 1))
         taken = jnp.take_along_axis(own, jnp.minimum(index, own.shape[1] - 1), axis=1)
         taken = jnp.where(index < own.shape[1], taken, jnp.zeros((), x.dtype))
-        return constrain(taken.reshape(-1, *x.shape[1:]), "rows", *(None,) * (x.ndim - 1))
+        return constrain_rows(taken.reshape(-1, *x.shape[1:]))
 
     return batch.map_rows(leaf).with_layout(layout)
 
@@ -98,7 +98,7 @@ def map_microbatches(function: Callable[[Batch], Any], batch: Batch, count: int,
         return jnp.zeros((shards, batch.rows // shards // rows_per_entry(x), *x.shape[1:]), x.dtype)
 
     total = jax.lax.fori_loop(0, micro.count, step, jax.tree.map(empty, shapes))
-    return jax.tree.map(lambda x: constrain(x.reshape(-1, *x.shape[2:]), "rows", *(None,) * (x.ndim - 2)), total)
+    return jax.tree.map(lambda x: constrain_rows(x.reshape(-1, *x.shape[2:])), total)
 
 
 def rows_at(batch: Batch, index, run: int, mesh: Mesh) -> Batch:
@@ -121,7 +121,7 @@ def share_images(images: Images, pixels, features, rows: int, shards: int) -> Im
     shared = jax.tree.map(lambda x: x.reshape(shards, -1, *x.shape[1:]), shared)
     held = jax.tree.leaves(shared)[0].shape[1]
     shared["source"] = jnp.arange(rows, dtype=jnp.int32) // (rows // shards // held) % held
-    return dataclasses.replace(images, **jax.tree.map(lambda x: constrain(x, "rows", *(None,) * (x.ndim - 1)), shared))
+    return dataclasses.replace(images, **jax.tree.map(constrain_rows, shared))
 
 
 def shared_features(inputs: Inputs, encode: Callable[[Images], jax.Array]) -> jax.Array | None:
@@ -138,8 +138,8 @@ def shared_features(inputs: Inputs, encode: Callable[[Images], jax.Array]) -> ja
 
     own = jax.tree.map(firsts, dataclasses.replace(images, pixels=None, source=None))
     own = dataclasses.replace(own, pixels=pixels)
-    features = encode(jax.tree.map(lambda x: constrain(x, "rows", *(None,) * (x.ndim - 1)), own))
-    return constrain(features.reshape(*held, *features.shape[1:]), "rows", *(None,) * features.ndim)
+    features = encode(jax.tree.map(constrain_rows, own))
+    return constrain_rows(features.reshape(*held, *features.shape[1:]))
 
 
 def with_features(inputs: Inputs, features: jax.Array | None) -> Inputs:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.batch import Batch, Images, Inputs
-from jaxrl_llm.distributed.sharding import constrain
+from jaxrl_llm.distributed.sharding import constrain_rows
 from jaxrl_llm.models.chunked_divergences import TopTokens
 from jaxrl_llm.models.logprobs import head_inputs, token_logps, token_statistics, token_values, top_tokens
 from jaxrl_llm.models.net import Net, Params
@@ -59,9 +59,7 @@ def images_of_rows(net: Net, params: Params, images: Images, group_size: int, en
     shared = images.pixels, images.features
     pixels, features = jax.tree.map(lambda x: jnp.repeat(x, group_size // run, axis=0), shared)
     bare = dataclasses.replace(images, pixels=None, features=None)
-    of_rows = jax.tree.map(
-        lambda x: constrain(jnp.repeat(x, group_size, axis=0), "rows", *(None,) * (x.ndim - 1)), bare
-    )
+    of_rows = jax.tree.map(lambda x: constrain_rows(jnp.repeat(x, group_size, axis=0)), bare)
     return share_images(of_rows, pixels, features, rows, shards)
 
 
@@ -96,4 +94,4 @@ def _by_microbatch(
     inputs = with_features(inputs, shared_features(inputs, lambda images: net.bind(params).image_features(images)))
     batch = Batch(inputs, mask=None)
     found = map_microbatches(lambda x: function(x.inputs), batch, batch.rows // rows, shards)
-    return jax.tree.map(lambda x: constrain(x, "rows", *(None,) * (x.ndim - 1)), found)
+    return jax.tree.map(constrain_rows, found)

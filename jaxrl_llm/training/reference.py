@@ -96,9 +96,9 @@ class Reference:
 def start_reference(spec: ReferenceSpec, params: Params, lora: LoraConfig | None = None, kept: bool = True) -> Params:
     """The parameters of the reference of a run that starts from `params`, in arrays that no update donates.
 
-    A copy of them, in the host's memory with `offload_reference`; or, of a model with adapters of shape `lora`, what
-    `adapters` says, which shares the frozen parameters. Nothing is copied for a reference that is not `kept` while
-    updates are made.
+    They are a copy of these, in the host's memory with `offload_reference`; or, of a model with adapters of shape
+    `lora`, what `adapters` says, which shares the frozen parameters. Nothing is copied for a reference that is not
+    `kept` while updates are made.
     """
     if not kept:
         return without_adapters(params) if spec.adapters == "base" else params

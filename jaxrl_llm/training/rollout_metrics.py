@@ -69,7 +69,7 @@ def objective_metrics(scores, mask, logps, penalty, kl_coef, rollout: Rollout) -
 def explained_variance(values, returns, mask) -> jax.Array:
     """`1 - var(returns - values) / var(returns)` over the mask: 1 for a perfect critic, 0 for a constant one.
 
-    NaN where the mask is empty.
+    It is NaN where the mask is empty.
     """
     explained = 1.0 - masked_var(returns - values, mask) / jnp.maximum(masked_var(returns, mask), 1e-8)
     return jnp.where((mask > 0).any(), explained, jnp.nan)

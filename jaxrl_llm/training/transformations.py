@@ -156,8 +156,7 @@ def prodigy(
 
 class Came(NamedTuple):
     """State of `scale_by_came`. Of matrices `[..., in, out]` means over the other dimension are kept, `row` `[..., in]`
-    and `col` `[..., out]`; of other parameters the whole second moment. What
-    a parameter has not is one 0."""
+    and `col` `[..., out]`; of other parameters the whole second moment. What a parameter has not is one 0."""
 
     mu: Params
     nu: Params

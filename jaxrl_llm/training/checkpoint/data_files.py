@@ -25,7 +25,7 @@ def checksums(sources: Iterable[DataSource]) -> dict[str, str]:
 
     Of each file here it is the size and checksum, which change with its content, and not when it is touched or copied;
     of rows of the hub, or of URLs, the fingerprint that `datasets` makes of their revision, or of what the server says
-    of their files. None of rows that are streamed from there, or come from Python.
+    of their files. Rows that are streamed from there, or come from Python, have none.
     """
     found: dict[str, str] = {}
     for source in sources:

@@ -173,10 +173,11 @@ class StepLog:
 class Machine:
     """Memory and processors of a process, as metrics `machine/...`; memory is in GiB (2^30 bytes).
 
-    Of accelerators the memory in use and its peak since the start, of the fullest device, where the backend counts them
-    (CPUs do not); the peak of the process's resident memory; and the processor cores that the process kept busy, on
-    average since the last call. Of several processes each number is the largest, in the step before; besides these the
-    slowest process, for which the others waited, and how much more than it one of them did (`processes.of_each`).
+    They are, of accelerators, the memory in use and its peak since the start, of the fullest device, where the backend
+    counts them (CPUs do not); the peak of the process's resident memory; and the processor cores that the process kept
+    busy, on average since the last call. Of several processes each number is the largest, in the step before; besides
+    these there are the slowest process, for which the others waited, and how much more than it one of them did
+    (`processes.of_each`).
     """
 
     def __init__(self) -> None:

@@ -100,9 +100,9 @@ def span_term(spec: UldSpec, tokens: TokenStatistics, batch: Batch) -> tuple[jax
 def distillation(spec: DivergenceSpec | UldSpec, aggregation: Aggregation, temperature: float, net: Net) -> Objective:
     """`coef * divergence` of the tokens in the mask, and nothing else (GKD, arXiv 2306.13649).
 
-    From a teacher with another tokenizer, `coef * distance` of the spans of text in the mask, and `nll_coef` times the
-    cross-entropy of the tokens (ULD, arXiv 2402.12030). `temperature` is that of the rollouts, and so of the ratio of
-    `importance_max` and of the entropy; the divergence has its own.
+    From a teacher with another tokenizer it is `coef * distance` of the spans of text in the mask, and `nll_coef` times
+    the cross-entropy of the tokens (ULD, arXiv 2402.12030). `temperature` is that of the rollouts, and so of the ratio
+    of `importance_max` and of the entropy; the divergence has its own.
     """
 
     def prepare(batch: Batch) -> Batch:

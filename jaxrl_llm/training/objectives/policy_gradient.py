@@ -281,8 +281,8 @@ def known_slopes(spec: PolicySpec, batch: Batch) -> Slopes | None:
     """The derivatives by each log-prob `[N,T]` of the loss, where they are known before the log-probs are.
 
     That is where the updated policy is the one that sampled, so that ratios are 1, of a loss that reads nothing but the
-    ratio: the derivatives are those at any log-probs, and of the KL term those at the reference's. None where the
-    log-probs themselves enter.
+    ratio: the derivatives are those at any log-probs, and of the KL term those at the reference's. There are none where
+    the log-probs themselves enter.
     """
     scalars = batch.scalars
     enters = (

@@ -32,8 +32,8 @@ def packed_rows(rows: Sequence[Mapping[str, Any]], capacity: int, strategy: str)
 def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Groups of row indices: each row, in order, goes to the first group that has space for it.
 
-    Every index appears once and a group's lengths sum to at most `capacity` tokens. O(n log n), by a tournament tree
-    over the free space of the groups. Raises ConfigError for a row longer than `capacity`.
+    Every index appears once and a group's lengths sum to at most `capacity` tokens. It takes O(n log n) steps, by a
+    tournament tree over the free space of the groups. Raises ConfigError for a row longer than `capacity`.
     """
     width = 1
     while width < len(lengths):

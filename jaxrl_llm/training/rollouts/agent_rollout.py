@@ -67,7 +67,7 @@ def session_row(session: Session, longest: int, most: int) -> SessionRow | None:
 
     The branch of the session's last call is always there; the others are taken from the latest to the first, and those
     of sub-agents after its own. In the row they lie in their order, with sub-agents before the session that opened
-    them. None for a session without a call.
+    them. A session without a call has none.
     """
     found = [(one, branch) for one in session.family() for branch in one.leaves]
     if not found:

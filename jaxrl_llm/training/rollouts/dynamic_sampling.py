@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.distributed.row_groups import RowGroup
-from jaxrl_llm.distributed.sharding import constrain, rows_to_global
+from jaxrl_llm.distributed.sharding import constrain_rows, rows_to_global
 from jaxrl_llm.training.logging.reward_metrics import join
 from jaxrl_llm.training.rollouts.experience import ON_HOST, Partial, Rollouts, of_rows
 
@@ -79,6 +79,4 @@ def _as_wide(held: Images, fresh: Images) -> tuple[Images, Images]:
 
 @jax.jit
 def _pick_rows(held: Any, fresh: Any, index) -> Any:
-    return jax.tree.map(
-        lambda a, b: constrain(jnp.concatenate([a, b])[index], "rows", *(None,) * (a.ndim - 1)), held, fresh
-    )
+    return jax.tree.map(lambda a, b: constrain_rows(jnp.concatenate([a, b])[index]), held, fresh)

@@ -46,8 +46,8 @@ class EpisodeAgent:
     ) -> float | None:
         """The reward of the episode, on the scale of its environment, after those of its turns were posted.
 
-        None where `get_reward` gives none. Raises EpisodeError: a call of the environment that raises or is late, a
-        prompt or an observation that cannot be shown, or a request that the session refuses.
+        It is None where `get_reward` gives none. Raises EpisodeError: a call of the environment that raises or is late,
+        a prompt or an observation that cannot be shown, or a request that the session refuses.
         """
         episode = self.environments.acquire(task)
 

@@ -172,7 +172,7 @@ class PartialRollouts:
     def get_arrays(self) -> dict[str, Any]:
         """The groups as the tree of arrays that a checkpoint holds, by name.
 
-        Of the prompts their numbers: the data has them.
+        Of the prompts it has their numbers: the data has the rest.
         """
         if not self._groups:
             return {}

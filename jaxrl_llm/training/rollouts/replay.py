@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.distributed.sharding import constrain
+from jaxrl_llm.distributed.sharding import constrain, constrain_rows
 
 
 @jax.tree_util.register_dataclass
@@ -57,7 +57,7 @@ def exchange(replay: Replay, batch: Batch, priority, key, group_size: int) -> tu
 
     def mix(old, new):
         exchanged = jnp.repeat(useless, group_size).reshape(-1, *(1,) * (new.ndim - 1))
-        return constrain(jnp.where(exchanged, old[rows], new), "rows", *(None,) * (new.ndim - 1))
+        return constrain_rows(jnp.where(exchanged, old[rows], new))
 
     all_priorities = jnp.concatenate([priority, replay.priority])
     newest = jnp.argsort(all_priorities == 0, stable=True)[: replay.priority.shape[0]]

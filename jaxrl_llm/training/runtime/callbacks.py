@@ -52,7 +52,8 @@ class Callback(Protocol):
     on_end: Callable[[Moment], Answer] | None  # once the trained model is in the folder
 
     def get_state(self) -> Any:
-        """The state that a resumed run passes to `set_state`: anything that JSON writes. Called for each checkpoint."""
+        """The state that a resumed run passes to `set_state`: anything that JSON writes. It is called for each
+        checkpoint."""
         ...
 
     def set_state(self, state: Any) -> None:

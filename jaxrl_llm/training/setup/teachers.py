@@ -31,8 +31,8 @@ def online_teacher(
     """The teacher, what makes its rows of the policy's with prompts of up to `width` tokens, and the other teachers by
     their value.
 
-    `sample_of` makes rows of a width of prompts and a length of completions. None without a teacher, or where it reads
-    the policy's rows.
+    `sample_of` makes rows of a width of prompts and a length of completions. The first is None without a teacher, the
+    second where it reads the policy's rows.
     """
     longest, shown, context = config.rollout.max_completion_length, specs.context_spec(config), None
     length, cause = width + longest, "the longest prompt and rollout.max_completion_length"

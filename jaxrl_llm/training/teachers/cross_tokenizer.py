@@ -33,7 +33,7 @@ from jaxrl_llm.data.token_spans import NOWHERE, span_ends, span_of_each, token_p
 from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.distributed.row_groups import RowGroup
-from jaxrl_llm.distributed.sharding import constrain, local_rows, rows_to_global
+from jaxrl_llm.distributed.sharding import constrain_rows, local_rows, rows_to_global
 from jaxrl_llm.models.chunked_softmax import chunked_logps
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.rollout.constraints import token_bytes
@@ -94,13 +94,13 @@ def at_ends(
     logps, *_ = chunked_logps(hidden[:, first:], head, tokens[:, first:], temperature, softcap=softcap)
     prefix = prefix_logps(logps, ends[:, first:], last.shape[1])
     moved = jnp.take_along_axis(hidden, last[..., None], axis=1)
-    return constrain(moved, "rows", None, None), constrain(prefix, "rows", None)
+    return constrain_rows(moved), constrain_rows(prefix)
 
 
 def _closing_token(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> int | None:
     """The token that ends an assistant's turn: the first special one that the chat template writes behind its content.
 
-    Without such, the end of text: Gemma's turns end with <end_of_turn>, and its texts with <eos>.
+    Without such it is the end of text: Gemma's turns end with <end_of_turn>, and its texts with <eos>.
     """
     answer = "an answer"
     messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]

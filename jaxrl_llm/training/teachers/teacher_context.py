@@ -22,7 +22,7 @@ from jaxrl_llm.data.collate import pad_prompts
 from jaxrl_llm.data.templates import Prompt, render_prompt, template_options
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.row_groups import RowGroup
-from jaxrl_llm.distributed.sharding import constrain, rows_to_global
+from jaxrl_llm.distributed.sharding import constrain_rows, rows_to_global
 from jaxrl_llm.training.packing.planner import Packer
 from jaxrl_llm.training.rollouts.experience import Rollouts
 
@@ -137,19 +137,16 @@ class TeacherContext:
 @functools.partial(jax.jit, static_argnums=2)
 def _behind(prompts: Any, rows: Any, prompt_width: int) -> Any:
     """The arrays `[N,width]` of prompts, and behind them what `rows` `[N,T]` have behind theirs."""
-    return jax.tree.map(
-        lambda own, row: constrain(
-            jnp.concatenate([own.astype(row.dtype), row[:, prompt_width:]], axis=1), "rows", None
-        ),
-        prompts,
-        rows,
-    )
+
+    def joined(own, row):
+        return constrain_rows(jnp.concatenate([own.astype(row.dtype), row[:, prompt_width:]], axis=1))
+
+    return jax.tree.map(joined, prompts, rows)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _at_tokens(x, width: int, prompt_width: int) -> jax.Array:
-    moved = jnp.pad(x[:, width:], ((0, 0), (prompt_width, 0), *((0, 0),) * (x.ndim - 2)))
-    return constrain(moved, "rows", *(None,) * (x.ndim - 1))
+    return constrain_rows(jnp.pad(x[:, width:], ((0, 0), (prompt_width, 0), *((0, 0),) * (x.ndim - 2))))
 
 
 def successful_rows(scores: np.ndarray, group_size: int, threshold: float, exclude_own: bool) -> list[int | None]:
