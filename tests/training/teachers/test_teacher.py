@@ -324,6 +324,12 @@ def test_samples_and_given_rows_by_turns(packing):
         for step in range(3, 6):
             again = resumed.next(dataclasses.replace(state, step=jnp.int32(step)), jax.random.key(step))
             np.testing.assert_array_equal(again.batch.inputs.tokens, batches[step].inputs.tokens)
+        config.teacher.on_policy = 1.0  # a run may go on with samples alone, and with given rows from then on
+        _, samples, _ = source_and_state()
+        samples.set_state(saved, {})
+        assert samples.get_state()["pipeline"] == saved["pipeline"]
+        resumed.set_state(samples.get_state(), {})
+        assert resumed.get_state()["pipeline"] == saved["pipeline"]
 
 
 @pytest.mark.parametrize(
