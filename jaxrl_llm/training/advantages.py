@@ -18,6 +18,7 @@ from jaxrl_llm.algorithms.distillation import distilled_advantages, position_wei
 from jaxrl_llm.algorithms.kl import kl_estimate
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import is_own, naming, resolve_with_options, split_options
+from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.rollout.slots import Rollout
 from jaxrl_llm.training.rollout_metrics import (
     explained_variance,
@@ -123,7 +124,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class AdvantageStep:
-    """The advantages of a rollout's rewards: shaping, KL penalty, rule. Pure, and jitted with itself static.
+    """The advantages of a rollout's rewards: shaping, KL penalty, rule. It is pure, and jitted with itself static.
 
     The first rule is for all rows but those of environments that have one of their own. Each rule sees the rows of the
     others as rows without a reward: none of its means and standard deviations is over rows that it is not for.
@@ -358,7 +359,8 @@ def advantage_step(spec: AdvantageSpec, reward_names: tuple[str, ...]) -> Advant
     Raises ConfigError: an unknown rule or option, a value that an option does not take, a rule that does not read what
     the settings add to rewards, or one of an environment that keeps baselines of roles.
     """
-    function, options = advantage_rule(spec.advantage)
+    with naming("algorithm.advantage"):
+        function, options = advantage_rule(spec.advantage)
     rules = [Rule("algorithm.advantage", spec.advantage, function, options)]
     for environment, name in spec.of_environments:
         setting = f"environment.options: advantage of {environment}"
@@ -384,7 +386,7 @@ def advantage_step(spec: AdvantageSpec, reward_names: tuple[str, ...]) -> Advant
     for rule in rules:
         if rule.asks_for("values") != spec.has_critic:
             raise ConfigError(
-                f"algorithm.name is {'' if spec.has_critic else 'not '}'ppo' and {rule.setting} {rule.name!r}: a "
+                f"algorithm.name is {'' if spec.has_critic else 'not '}'ppo' and {rule.setting} is {rule.name!r}: a "
                 "critic and an advantage rule that reads its values, such as ppo(gamma=1.0, lam=0.95), go together"
             )
         if not any(map(rule.asks_for, ("scores", "token_rewards", "turns"))):
@@ -397,6 +399,28 @@ def advantage_step(spec: AdvantageSpec, reward_names: tuple[str, ...]) -> Advant
                     )
         check_options(rule.setting, rule.name, lambda inputs, rule=rule: rule(inputs | known), shapes)
     return AdvantageStep(tuple(rules), spec, tuple(reward_names))
+
+
+@functools.cache
+def of_users(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a name: of the user's own one whose errors are ConfigErrors, but for those of `UNTRACEABLE`.
+
+    The same one for the same function, as programs are compiled once for each.
+    """
+    if not is_own(split_options(name)[0]) or not inspect.isfunction(function):
+        return function
+
+    @functools.wraps(function)
+    def called(*args, **kwargs):
+        try:
+            with contained():
+                return function(*args, **kwargs)
+        except (ConfigError, *UNTRACEABLE):
+            raise
+        except Exception as error:
+            raise ConfigError(f"{name} raised {error_text(error)}") from error
+
+    return called
 
 
 def check_options(setting: str, written: str, call: Callable[..., Any], *shapes: Any) -> None:
@@ -430,7 +454,8 @@ def advantage_rule(name: str) -> tuple[Callable[..., jax.Array], dict[str, Any]]
         for known, function in {**vars(advantage_rules), **vars(turn_rules)}.items()
         if known.endswith("_advantages")
     }
-    return resolve_with_options(name, rules, reserved=INPUTS)
+    function, options = resolve_with_options(name, rules, reserved=INPUTS)
+    return of_users(name, function), options
 
 
 def _without_other_rows(inputs: Mapping[str, Any], mine) -> dict[str, Any]:

@@ -427,7 +427,7 @@ def test_groups_are_flat_to_the_rule_of_their_environment():
     [
         ("maze(advantage='groop')", {}, "environment.options: advantage of maze: unknown name 'groop'.*closest is gr"),
         ("maze(advantage='rae')", {}, "advantage of maze is 'rae', which keeps a baseline of each role"),
-        ("maze(advantage='vapo')", {}, "algorithm.name is not 'ppo' and environment.options: advantage of maze 'vapo'"),
+        ("maze(advantage='vapo')", {}, "algorithm.name is not 'ppo' and environment.options: advantage of maze is 'vap"),
         ("maze(advantage='rloo')", {"name": "ppo", "advantage": "ppo"}, "is 'ppo' and environment.options: advantage"),
         ("maze(advantage='gdpo')", {"overlong_buffer": 2}, "overlong_buffer is 2, but environment.options: advantage"),
     ],
@@ -440,7 +440,7 @@ def test_wrong_rules_of_environments_are_refused(options, settings, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"advantage": "groop"}, "the closest is group"),
+        ({"advantage": "groop"}, "algorithm.advantage: unknown name 'groop'; .* the closest is group"),
         ({"advantage": "group(epsilon=1)"}, r"group has no option 'epsilon'; it takes eps, leave_one_out$"),
         ({"advantage": "group(scale='none')"}, "group has no option 'scale'"),
         ({"advantage": "pkpo(k=3)"}, r"advantage is 'pkpo\(k=3\)': pkpo .*: k is 3, but takes 2 to group_size = 2"),
@@ -475,10 +475,13 @@ def test_a_rule_of_the_users_own(tmp_path):
         "def by_case(scores):\n    return scores if scores.max() > 0 else -scores\n"
         "def above(scores):\n    return scores - 1\n"
         "def everywhere(scores, mask):\n    return (scores[:, None] - 1) / mask\n"
+        "def failing(scores):\n    raise KeyError('oops')\n"
         "def weighed(scores, factors):\n    return scores * jax.numpy.array(factors)\nimport jax\n"
     )
     with pytest.raises(ConfigError, match=r"mine\.py:total'.* shape \(\), but it must return one number for each of 4"):
         advantages_of([1, 0, 2, 1], advantage=f"{tmp_path}/mine.py:total")
+    with pytest.raises(ConfigError, match=r"mine\.py:failing raised KeyError: 'oops' \(.*mine\.py:15\)"):
+        advantages_of([1, 0, 2, 1], advantage=f"{tmp_path}/mine.py:failing")
     result = advantages_of([1, 0, 2, 1], advantage=f"{tmp_path}/mine.py:centred(power=2)")
     np.testing.assert_allclose(rows_of(result), np.array([0, -1, 1, 0]) / LENGTHS**2, rtol=1e-5)
     result = advantages_of([1, 0, 2, 1], advantage=f"{tmp_path}/mine.py:weighed(factors=[1, 2, 3, 4])")

@@ -22,7 +22,7 @@ from jaxrl_llm.config.schema import OFFLINE, ONLINE_PREFERENCE
 from jaxrl_llm.config.tree import spec_of
 from jaxrl_llm.models.chunked_divergences import UldOptions
 from jaxrl_llm.models.net import Net
-from jaxrl_llm.training.advantages import check_options
+from jaxrl_llm.training.advantages import check_options, of_users
 from jaxrl_llm.training.objectives.distillation import DivergenceSpec, UldSpec, distillation
 from jaxrl_llm.training.objectives.neftune import with_neftune
 from jaxrl_llm.training.objectives.objective import Aggregation, Objective
@@ -316,5 +316,7 @@ def _resolve(
     config, auto: str, known: ModuleType | Mapping[str, Any], reserved: tuple[str, ...], written: str | None = None
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The loss and its options; raises ConfigError, naming the setting, for what cannot be found."""
+    name = written or _written(config, auto)
     with naming("algorithm.loss"):
-        return resolve_with_options(written or _written(config, auto), known, reserved)
+        function, options = resolve_with_options(name, known, reserved)
+    return of_users(name, function), options

@@ -316,6 +316,10 @@ def by_likelihood(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=
 
 def of_numbers(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask):
     return -advantages * numpy.exp(logps - old_logps)
+
+
+def failing(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask):
+    raise KeyError("oops")
 """
 
 
@@ -333,6 +337,9 @@ def test_a_loss_of_ones_own(tmp_path):
         found[name] = computes(jax.value_and_grad(objective.loss, has_aux=True))(PARAMS, objective.prepare(batch))
     config.algorithm.loss = f"{tmp_path / 'own.py'}:mean"
     with pytest.raises(ConfigError, match=r"loss returns .* the shape \(\), but it must return one .* token, \(4, 7\)"):
+        jax.eval_shape(objective_of(config, NET).loss, PARAMS, objective.prepare(batch))
+    config.algorithm.loss = f"{tmp_path / 'own.py'}:failing"
+    with pytest.raises(ConfigError, match=r"own\.py:failing raised KeyError: 'oops' \(.*own\.py:\d+\)"):
         jax.eval_shape(objective_of(config, NET).loss, PARAMS, objective.prepare(batch))
     config.algorithm.loss = f"{tmp_path / 'own.py'}:of_numbers"
     with pytest.raises(ConfigError, match=r"algorithm.loss is .*own\.py:of_numbers'.* compute with jax.numpy"):
