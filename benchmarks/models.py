@@ -286,8 +286,8 @@ difference.
   Hybrid, Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open, nanochat,
   VaultGemma, Bamba, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam, DeepSeek-V3.2, Hunyuan 3,
   Mellum, Command A+, MiMo-V2, Laguna, Apertus 1.5, Ling 3, Kolibri, MiniMax-M3 and the mixtures of experts of Qwen3.5,
-  GLM and Granite. Step heads of GPT-2, GPT-J, GPT-Neo, StarCoder 1, Pythia and Falcon are refused: their classes
-  have other names, or there are none.
+  GLM and Granite. Step heads of GPT-2, GPT-J, GPT-Neo, StarCoder 1, Pythia, Falcon, BLOOM and MPT are refused:
+  their classes have other names, or there are none.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
@@ -359,16 +359,19 @@ difference.
   token's embedding, counted from the start of its document. Documents longer than the table are refused before anything
   is sampled or trained (of a critic and a teacher too); rows of `data.packing` may be longer. A reward model refuses a
   longer row when it comes (`max_length` keeps its end).
-- Layer norms, with a bias (GPT-2, GPT-J, GPT-Neo, Pythia, OPT, Phi-2, StableLM, StarCoder, Falcon, Nemotron-4, Jais 2),
-  without one (Command R and A), or without parameters (OLMo 1, Galactica). OPT-350M norms after each residual sum, has
-  no last norm, and projects its narrower embedding to the model's width and back before its heads.
+- Scores that fall with distance in place of positions (ALiBi, arXiv 2108.12409), in fp32: BLOOM and MPT, of which
+  `alibi_bias_max` is read too (storywriter), as by vLLM; transformers takes 8 for all. Attention is by `xla`.
+- Layer norms, with a bias (GPT-2, GPT-J, GPT-Neo, Pythia, OPT, Phi-2, StableLM, StarCoder, Falcon, Nemotron-4, Jais 2,
+  BLOOM), without one (Command R and A, MPT), behind the embeddings too (BLOOM), or without parameters (OLMo 1,
+  Galactica). OPT-350M norms after each residual sum, has no last norm, and projects its narrower embedding to the
+  model's width and back before its heads.
 - Norms without parameters for embeddings, layers, and already rotated queries and keys; rotation by negative angles
   (nanochat).
 - Attention and feed-forward side by side, behind one layer norm (Command R, R7B and A, Phi-2, GPT-J, Falcon 7B and 11B,
   some StableLM) or one each (Pythia, Falcon 40B and 180B).
 - Norms of queries and keys with a scale for each head, one array (Command R+) or a tensor for each (StableLM 2 12B).
-- Queries, keys and values by one map, as the files have it: all of one after another (GPT-2, StarCoder 1), or those of
-  each key/value head together (Pythia, Falcon). GPT-2's files hold their matrices as `[in, out]`.
+- Queries, keys and values by one map, as the files have it: all of one after another (GPT-2, StarCoder 1, MPT), or those
+  of each key/value head together (Pythia, Falcon, BLOOM). GPT-2's files hold their matrices as `[in, out]`.
 - A head with a bias (Phi-2, GPT-J), in every log-prob, entropy, divergence and sample. Dropout of a config.json is not
   computed, as with TRL's `disable_dropout`; `lora.dropout` is.
 - A tokenizer needs no padding token (GPT-2's and Pythia's have none), as padding is known by its place. One without a
@@ -481,7 +484,7 @@ Another one is a class with this protocol in a file beside it, and a family that
 ones run in one scan. `tests/models/mixers/test_mixer.py` has a recurrent one, and samples with it.
 
 Not supported: the vision part of Llama 4, sound and videos, checkpoints quantized otherwise, texts that are read in
-both directions (but PaliGemma's prompts), ALiBi (Falcon-RW, BLOOM, MPT), a scale of attention for each layer
+both directions (but PaliGemma's prompts), Falcon's ALiBi (Falcon-RW), a scale of attention for each layer
 (`scale_attn_by_inverse_layer_idx`), hyper-connections (DeepSeek-V4, Qwen4, Hunyuan 4), experts that skip a layer
 (LongCat-Flash), indexers beside shared latents (Mistral Large 4), and gates clipped behind their activation (Step 3.5).
 """
