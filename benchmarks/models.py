@@ -370,8 +370,8 @@ difference.
 - Attention and feed-forward side by side, behind one layer norm (Command R, R7B and A, Phi-2, GPT-J, Falcon 7B and 11B,
   some StableLM) or one each (Pythia, Falcon 40B and 180B).
 - Norms of queries and keys with a scale for each head, one array (Command R+) or a tensor for each (StableLM 2 12B).
-- Queries, keys and values by one map, as the files have it: all of one after another (GPT-2, StarCoder 1, MPT), or those
-  of each key/value head together (Pythia, Falcon, BLOOM). GPT-2's files hold their matrices as `[in, out]`.
+- Queries, keys and values by one map, as the files have it: all of one after another (GPT-2, StarCoder 1, MPT), or
+  those of each key/value head together (Pythia, Falcon, BLOOM). GPT-2's files hold their matrices as `[in, out]`.
 - A head with a bias (Phi-2, GPT-J), in every log-prob, entropy, divergence and sample. Dropout of a config.json is not
   computed, as with TRL's `disable_dropout`; `lora.dropout` is.
 - A tokenizer needs no padding token (GPT-2's and Pythia's have none), as padding is known by its place. One without a
