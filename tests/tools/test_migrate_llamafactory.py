@@ -89,6 +89,12 @@ def test_fine_tuning_by_adapters(tmp_path):
     assert "template = qwen3: the tokenizer's own template is used" in " ".join(text.split())
 
 
+def test_the_v1_engine_is_refused():
+    Path("a.yaml").write_text("model: m\nmodel_class: llm\ntrain_dataset: d.yaml\nlearning_rate: 1.0e-4\n")
+    with pytest.raises(ConfigError, match="v1 engine of LLaMA-Factory"):
+        migrate("a.yaml")
+
+
 def test_workers_of_ray_are_the_devices():
     """And what is of Ray, of profilers and of fp8 products is named as such, not as unknown."""
     more = "ray_num_workers: 4\nray_storage_path: r\nfp8: true\nprofiler_wait_steps: 2"

@@ -241,6 +241,15 @@ def offline(tmp_path, kind, settings="", more=""):
     return migrate("a.yaml", output="config.py")
 
 
+def test_evaluations_are_refused(tmp_path):
+    """A configuration of GRPO came of them."""
+    (tmp_path / "a.yaml").write_text(
+        "eval: {metric: pass@k, num_tests_per_prompt: 4}\ngeneration: {model_name: m}\ncluster: {gpus_per_node: 1}\n"
+    )
+    with pytest.raises(ConfigError, match="evaluates and trains nothing"):
+        migrate(str(tmp_path / "a.yaml"), system="nemo-rl")
+
+
 def test_teachers_of_other_vocabularies_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"projection matrices .* teacher\.form=uld"):
         offline(tmp_path, "distillation", more="teachers: [{model_name: m, projection_matrix_path: p.pt}]")

@@ -38,6 +38,11 @@ ABSENT = {
 def convert(source: Source, options: Options) -> Draft:
     """Return our settings for a YAML of NeMo-RL, or a command with its overrides."""
     sections = [name for name in KINDS if any(key.startswith(f"{name}.") for key in source.settings)]
+    if not sections and "eval.metric" in source.settings:
+        raise RefusedError(
+            f"{source.path} evaluates and trains nothing. The command for that is python -m jaxrl_llm evaluate, with a "
+            "config whose model.path is the model, data.eval_path the rows and eval.samples num_tests_per_prompt"
+        )
     trainer = source.trainer or next(iter(sections), "grpo")
     if trainer not in KINDS:
         raise RefusedError(f"{source.path}: {trainer} of NeMo-RL has no equivalent; there are {', '.join(KINDS)}")

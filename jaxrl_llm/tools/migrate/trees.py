@@ -80,6 +80,10 @@ def read_tree(tree: dict[str, Any], path: str, system: str, trainer: str) -> Sou
         library = system
     elif told:
         library = told[0]
+    elif "model_class" in tree:
+        raise ConfigError(
+            f"{path} is of the v1 engine of LLaMA-Factory, whose files are not read; those with stage and dataset are"
+        )
     elif "finetuning_type" in tree or {"stage", "dataset"} <= tree.keys():
         library = "llamafactory"
     elif "actor_rollout_ref" in tree or (isinstance(model, Mapping) and "partial_pretrain" in model):
