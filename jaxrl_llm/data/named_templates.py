@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
+
 from jaxrl_llm.config.resolve import ConfigError, closest
 
 log = logging.getLogger(__name__)
@@ -82,7 +84,7 @@ def with_chat_template(
     A folder, hub id or URL is that of a tokenizer with a template, which `find` loads. The token that ends a turn of a
     named template, or a text of such a tokenizer, becomes the end-of-text token where it is one token here, so that
     sampling stops there; otherwise there is a warning. Raises ConfigError, which names the setting, for a name that is
-    none of these.
+    none of these, and for what is no template.
     """
     own, end = copy.deepcopy(tokenizer), None
     file = Path(template).expanduser()
@@ -102,6 +104,12 @@ def with_chat_template(
             f"{setting} is {template!r}, which is no file, no text of a template and no name; the closest is "
             f"{closest(template, TEMPLATES)}, of {', '.join(TEMPLATES)}"
         )
+    try:
+        own.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"{setting} is {template!r:.200}, no template, by line {error.lineno}: {error}") from error
+    except Exception as error:  # of this conversation alone, perhaps: it comes where one is read
+        log.debug("%s: %s", setting, error)
     if end is not None and len(own(end, add_special_tokens=False)["input_ids"]) == 1:
         own.eos_token = end
     elif end is not None:

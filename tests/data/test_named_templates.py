@@ -55,3 +55,6 @@ def test_a_file_a_text_and_neither(tokenizer, tmp_path):
         assert own.apply_chat_template(CHAT, tokenize=False) == "S!"
     with pytest.raises(ConfigError, match=r"data.chat_template is 'chatlm', .* the closest is chatml"):
         with_chat_template(tokenizer, "chatlm")
+    with pytest.raises(ConfigError, match=r"data.chat_template is '{% if messages %}', no template, by line 1: Unexp"):
+        with_chat_template(tokenizer, "{% if messages %}")
+    assert with_chat_template(tokenizer, "{{ messages[1].content }}").chat_template  # which one message has not
