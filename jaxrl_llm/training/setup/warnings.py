@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.config.schema import OFFLINE
+from jaxrl_llm.config.schema import BY_NAME, OFFLINE
 from jaxrl_llm.config.unread import unread
 from jaxrl_llm.data.templates import called_turn
 from jaxrl_llm.distributed.sharding import path_name
@@ -31,6 +31,7 @@ def warnings_of(
     return [
         *unread(config, has_adapters(model.params), environments is not None),
         *unread_entries(config),
+        *unmatched_names(config, model),
         *rotary.unread(model.hf_config or {}),
         *narrow_updates(config, model),
         *untrained_policy(config),
@@ -55,6 +56,16 @@ def unread_entries(config) -> list[str]:
     ]
     shown = f"of {config.model.path}, and the network reads no such entry"
     return [f"model.overrides: {', '.join(sorted(unread))} is not in config.json {shown}"] if unread else []
+
+
+def unmatched_names(config, model: Model) -> list[str]:
+    """A warning for names of optimizer.no_decay, beside the usual ones, that no parameter has: they decay."""
+    key = BY_NAME["optimizer.no_decay"]
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(model.params)]
+    unmatched = [x for x in config.optimizer.no_decay if x not in key.default and not any(p.endswith(x) for p in paths)]
+    last = ", ".join(sorted({path.rpartition("/")[2] for path in paths}))
+    said = f"ends the path of no parameter, so that nothing is left out by it; the last names are {last}"
+    return [f"{key.name}: {', '.join(unmatched)} {said}"] if unmatched else []
 
 
 def narrow_updates(config, model: Model) -> list[str]:

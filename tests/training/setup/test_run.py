@@ -7,12 +7,15 @@ import jax
 import pytest
 
 from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.models.model import Model
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.training.advantages import advantage_step
 from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.mesh import build_mesh
 from jaxrl_llm.training.setup.run import Run, build
 from jaxrl_llm.training.setup.specs import advantage_spec
-from jaxrl_llm.training.setup.warnings import left_out_prompts, untrained_policy
+from jaxrl_llm.training.setup.warnings import left_out_prompts, unmatched_names, untrained_policy
+from tests.rollout.test_engine import CONFIG
 
 
 def test_a_critic_that_warms_up_to_the_end_is_told():
@@ -24,6 +27,14 @@ def test_a_critic_that_warms_up_to_the_end_is_told():
     assert "critic.warmup_steps is 3, and total_steps 3: the critic alone is trained" in line
     config.critic.warmup_steps = 2
     assert untrained_policy(config) == []
+
+
+def test_names_that_no_parameter_has_are_told():
+    config, model = default(), Model(Net(CONFIG), Net(CONFIG).shapes())
+    assert unmatched_names(config, model) == []  # though nothing here has a bias
+    config.optimizer.no_decay = ("bias", "scale", "weight", "norms")
+    (line,) = unmatched_names(config, model)
+    assert line.startswith("optimizer.no_decay: norms ends the path of no parameter") and "kernel, scale, weight" in line
 
 
 def test_dynamic_sampling_tells_what_it_leaves_out():
