@@ -2138,6 +2138,16 @@ def test_sft_of_verl_by_its_engines(tmp_path):
     expect(plain, data={"format": "auto"}, model={"path": "Qwen/Qwen2.5-0.5B"})
 
 
+def test_sft_of_verl_without_a_model(tmp_path):
+    """sft_trainer_engine.yaml as it is: its model is in another file."""
+    said = (
+        "data: {messages_key: messages, train_batch_size: 64}\noptim: {lr: 1e-5}\ntrainer: {total_training_steps: 2}\n"
+    )
+    config, text = migrate(written(tmp_path, "sft.yaml", said), system="verl")
+    expect(config, algorithm={"name": "sft"}, batch={"prompts": 64}, optimizer={"learning_rate": 1e-5})
+    assert "the file names no model" in text
+
+
 def test_the_model_section_of_verls_sft(tmp_path):
     """sft_trainer_engine.yaml takes its model from hf_model.yaml, as actor_rollout_ref.model does."""
     said = (
@@ -2253,6 +2263,14 @@ def test_optimizers_of_verls_engines(tmp_path):
     found, text = optimizer("AT.optimizer=muon AT.muon_momentum=0.9 AT.muon_match_adamw_update_rms=True")
     assert found.name == "muon"
     assert "updates of matrices have the root mean square 0.2 here" in text
+
+
+def test_clip_ratio_of_verl_beside_both_sides_is_not_read(tmp_path):
+    at = "actor_rollout_ref.actor.clip_ratio"
+    said = f"{at}=0.2 {at}_low=0.1 {at}_high=0.3"
+    config = from_verl(tmp_path, said).algorithm
+    assert (config.epsilon_low, config.epsilon_high) == (0.1, 0.3)
+    assert "clip_ratio is written" not in noted_from_verl(tmp_path, said)
 
 
 def test_clip_ratio_of_verl_is_what_clips(tmp_path):

@@ -105,7 +105,9 @@ def convert(source: Source, options: Options) -> Draft:
     version = options.version or VERSIONS[0]
     if version not in VERSIONS:
         raise RefusedError(f"--version is {version!r}, but verl's are {', '.join(VERSIONS)}")
-    of_sft = {"model.partial_pretrain", "model.path"} & source.settings.keys()
+    of_sft = {"model.partial_pretrain", "model.path", "data.messages_key"} & source.settings.keys() or any(
+        key.startswith("optim.") for key in source.settings
+    )
     trainer = source.trainer or ("sft" if of_sft else "ppo")
     engine = trainer == "sft" and "model.partial_pretrain" not in source.settings
     former = FORMER | (FORMER_OF_SFT if engine else {})
@@ -278,7 +280,8 @@ def _online(draft: Draft, gpus: int, devices: int, version: str) -> None:
         key, both = f"{A}.clip_ratio_{side}", f"{A}.clip_ratio"
         keys = (key, both) if draft.sets(key) else (both, key)
         draft.take(f"algorithm.epsilon_{side}", *keys)
-    if draft.sets(f"{A}.clip_ratio") and f"{A}.clip_ratio_low" in draft.defaults:
+    sides = [draft.sets(f"{A}.clip_ratio_{side}") for side in ("low", "high")]
+    if draft.sets(f"{A}.clip_ratio") and not all(sides) and f"{A}.clip_ratio_low" in draft.defaults:
         draft.check(f"{A}.clip_ratio is written; verl itself reads clip_ratio_low and clip_ratio_high alone by now")
     if preset := draft.get(CORRECTION):  # a call of RolloutCorrectionConfig, or its name
         name = str(preset).removeprefix("RolloutCorrectionConfig.").removesuffix("()")
