@@ -115,9 +115,9 @@ def test_losses_of_other_rows(root, tmp_path, loss):
 
 def test_settings_without_effect(root, tmp_path):
     config = tiny(root, tmp_path, algorithm__epsilon_high=0.3, algorithm__scale_rewards="none")
-    (told,) = unread(config)
+    (told,) = unread(config, adapted=False, plays=False)
     assert "reads the ranks of completions and no advantages: " in told
     assert "algorithm.epsilon_high" in told and "algorithm.scale_rewards" in told
-    assert not unread(tiny(root, tmp_path))
+    assert not unread(tiny(root, tmp_path), adapted=False, plays=False)
     config.algorithm.name, config.algorithm.loss, config.algorithm.pairs = "grpo", "auto", 2
-    assert "which makes no pairs: algorithm.pairs has no effect" in " ".join(unread(config))
+    assert "which makes no pairs: algorithm.pairs has no effect" in " ".join(unread(config, False, False))

@@ -235,5 +235,6 @@ def test_what_does_not_fit_is_refused(settings, words):
 
 
 def test_the_loss_keeps_a_reference():
-    assert not unread(config_of(algorithm__offload_reference=True))
-    assert unread(config_of(algorithm__offload_reference=True, algorithm__loss="ppo_clip"))
+    assert not unread(config_of(algorithm__offload_reference=True), adapted=False, plays=False)
+    told = config_of(algorithm__offload_reference=True, algorithm__loss="ppo_clip")
+    assert unread(told, adapted=False, plays=False)

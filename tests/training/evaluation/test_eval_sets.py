@@ -139,7 +139,7 @@ def test_sets_as_texts_and_dictionaries():
     config = default()
     config.eval.sets = (
         "easy=task:sort(split='validation', samples=2)",
-        {"set": "mixed", "path": "task:sort", "prompts": 3, "name": "x"},
+        {"set": "mixed", "path": "task:sort", "prompts": 3, "split": "validation"},
         "mixed=task:sort_demos",
     )
     validate(config)
@@ -147,7 +147,7 @@ def test_sets_as_texts_and_dictionaries():
     assert (easy.name, easy.samples, easy.prompts) == ("easy", 2, 128)
     assert easy.sources == [{"path": "task:sort", "split": "validation", "eval_split": "validation"}]
     assert (mixed.name, mixed.samples, mixed.prompts) == ("mixed", 4, 3)
-    assert mixed.sources == [{"path": "task:sort", "name": "x"}, {"path": "task:sort_demos"}]
+    assert mixed.sources == [easy.sources[0], {"path": "task:sort_demos"}]
     assert eval_sets(from_json(to_json(config))) == [easy, mixed]
     tokenizer = load_model("embedded:sort").tokenizer
     assert [len(part.rows) for part in eval_data(config, tokenizer)[1][1]] == [2, 1]
