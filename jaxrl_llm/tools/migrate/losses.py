@@ -59,7 +59,7 @@ def set_correction(draft: Draft, kind: str | None, bounds: Sequence[Any], *their
     low, high = (None if bound is None else float(bound) for bound in bounds)
     if kind == "seq-mask-tis":  # of the trainer's ratio; rejection has the sampler's
         draft.set("algorithm.rejection", "seq_mean_k1", *theirs)
-        draft.set("algorithm.rejection_bounds", f"{1 / high!r}_{1 / max(low or 0.0, 1e-9)!r}", *theirs)
+        draft.set("algorithm.rejection_bounds", f"{1 / (high or 1e9)!r}_{1 / (low or 1e-9)!r}", *theirs)
     whole = kind in (None, "seq-mask-tis")
     draft.set("algorithm.importance_max", 1e9 if whole else high, *theirs)
     draft.set("algorithm.importance_min", None if whole else low, *theirs)
