@@ -137,6 +137,9 @@ def test_rows_that_val_size_holds_out(tmp_path):
     assert (config.eval.fraction, config.total_steps) == (0.1, 18)
     _, text = migrate("a.yaml", output="config.py", devices=2)
     assert "val_size = 16 holds nothing out: how many rows there are in all is not known" in " ".join(text.split())
+    made(more="val_size: 0.3")
+    config, _ = migrate("a.yaml", output="config.py", devices=2)  # of the 80 rows that the file has, 56
+    assert (config.eval.fraction, config.total_steps) == (0.3, 8)
 
 
 def test_a_command_with_overrides(tmp_path):

@@ -36,13 +36,14 @@ def convert(source: Source, options: Options) -> Draft:
     theirs = {**defaults("trl", trainer), **RULES["defaults"]}
     title = f"{stage}, from FILE of LLaMA-Factory; what that leaves out is as in LLaMA-Factory."
     draft = Draft(source, title, theirs, _translated(yaml, stage))
-    rows, size = options.rows, float(yaml.get("val_size") or 0)  # which holds out some of them
+    sources = _sources(draft, yaml, stage)
+    rows, size = shared.all_rows(options, sources), float(yaml.get("val_size") or 0)  # which holds out some of them
     held = math.ceil(rows * size if size < 1 else size)
     devices = options.devices or int(yaml.get("ray_num_workers") or 0)
     trl.apply(draft, trainer, options._replace(rows=max(rows - held, 0), devices=devices))
     draft.set_direct("llamafactory")
     draft.drop("data.path", "data.split", "data.eval_split")
-    _data(draft, yaml, stage, options)
+    _data(draft, yaml, sources, rows)
     if trainer == "dpo":
         _preference(draft, yaml)
     _trained(draft, yaml)
@@ -96,8 +97,8 @@ def _translated(yaml: dict[str, Any], stage: str) -> dict[str, tuple[str, Any]]:
     return theirs
 
 
-def _data(draft: Draft, yaml: dict[str, Any], stage: str, options: Options) -> None:
-    """Set the sources, each with a function that reads its rows as its entry of dataset_info.json says."""
+def _sources(draft: Draft, yaml: dict[str, Any], stage: str) -> list[dict[str, Any]]:
+    """Return the sources, each with a function that reads its rows as its entry of dataset_info.json says."""
     names = [name.strip() for name in str(yaml.get("dataset") or "").split(",") if name.strip()]
     folder = Path(str(yaml.get("dataset_dir") or "data"))
     found = next(
@@ -123,6 +124,11 @@ def _data(draft: Draft, yaml: dict[str, Any], stage: str, options: Options) -> N
             draft.check(
                 f"dataset {name} has images, videos or sound, which its function does not read: see docs/vision.md"
             )
+    return sources
+
+
+def _data(draft: Draft, yaml: dict[str, Any], sources: list[dict[str, Any]], rows: int) -> None:
+    """Set the sources and how they are read; `rows` are those of all, 0 where they are not known."""
     draft.set("data.sources", tuple(sources) or None, "dataset", "dataset_dir", "max_samples")
     if not sources:
         draft.set("data.path", "DATA")
@@ -138,7 +144,7 @@ def _data(draft: Draft, yaml: dict[str, Any], stage: str, options: Options) -> N
         draft.set("data.loss_on", "last_turn", "mask_history")
     draft.set("data.system_prompt", yaml.get("default_system"), "default_system")
     if share := float(yaml.get("val_size") or 0):
-        shared.hold_out(draft, share, "val_size", sources, shared.all_rows(options, sources))
+        shared.hold_out(draft, share, "val_size", sources, rows)
     elif other := yaml.get("eval_dataset"):
         draft.set("eval.every", -1, "eval_dataset")
         draft.check(
