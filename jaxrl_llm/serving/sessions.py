@@ -125,6 +125,7 @@ class Session:
         if sum(one.calls for one in self.family()) >= spec.calls:
             raise BadRequestError(f"{who} has made its {amount(spec.calls, 'call')} ({names[0]})", 403, BUDGET)
         if (left := self.tokens_left) < rows:
+            assert spec.tokens is not None  # without a limit there is no end to what is left
             raise BadRequestError(f"{who} has its {amount(spec.tokens, 'token')} ({names[1]}), sampled or kept for "
                                   f"calls under way: {left} are left for n = {rows}", 403, BUDGET)  # fmt: skip
         if time.monotonic() > spec.end:
