@@ -49,6 +49,12 @@ def test_conversations_of_axolotl(moved, said, options, noted):
     assert ("datasets: " in text) == bool(noted) and noted in text
 
 
+def test_saves_and_evaluations_of_an_epoch_are_shares_of_the_steps_rounded_up(moved):
+    said = TREE | {"max_steps": 36, "num_epochs": 2, "val_set_size": 0.1, "saves_per_epoch": 1, "evals_per_epoch": 4}
+    config, _ = moved(said)
+    assert (config.checkpoint.every, config.eval.every) == (18, 5)  # ceil(36 / 8), as transformers' Trainer
+
+
 def test_parts_of_a_model_and_repeated_rows_of_axolotl(moved):
     patterns = ["^lm_head.weight$", "model.embed_tokens.weight$[:32000]", "model.layers.2[0-9]+."]
     more = {"unfrozen_parameters": patterns, "dataset_exact_deduplication": True}

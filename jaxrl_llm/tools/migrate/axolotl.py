@@ -323,7 +323,8 @@ def _schedule(draft: Draft, yaml: dict[str, Any]) -> None:
         draft.set("optimizer.b3", float(yaml["adam_beta3"]), "adam_beta3")
     for key, ours in (("saves_per_epoch", "checkpoint.every"), ("evals_per_epoch", "eval.every")):
         if yaml.get(key) and draft.values[ours] != -1:
-            draft.set(ours, max(1, round(total / (float(yaml.get("num_epochs", 1)) * yaml[key]))), key)
+            share = 1.0 / (yaml[key] * float(yaml.get("num_epochs") or 1))  # which Trainer makes steps of, rounded up
+            draft.set(ours, math.ceil(total * min(share, 1.0)), key)
 
 
 def _stopping(draft: Draft, yaml: dict[str, Any], trainer: str, measured: str) -> None:
