@@ -878,11 +878,11 @@ def test_tokenizers_of_a_script(tmp_path, loaded, given, tokenizer, template):
     [
         ("data.select(range(100))", "train[:100]", None),
         ("data.select(range(N)).shuffle(seed=1)", "train[:9]", None),
-        ("data.shuffle(seed=1).select(range(100))", "train", "select(range(100))"),
-        ("data.filter(len).select(range(100))", "train", "select(range(100)), filter(len)"),
-        ("data.select([1, 2])", "train", "select([1, 2])"),
-        ("data.filter(ok).map(form)", "train", "filter(ok)"),
-        ("data.map(lambda row: row).map(form)", "train", "map(lambda row: row)"),
+        ("data.shuffle(seed=1).select(range(args.n))", "train", "select(range(args.n))"),
+        ("data.filter(many()).select(range(100))", "train", "select(range(100)), filter(many())"),
+        ("data.select([args.n])", "train", "select([args.n])"),
+        ("data.filter(args.ok).map(form)", "train", "filter(args.ok)"),
+        ("data.map(args.f).map(form)", "train", "map(args.f)"),
     ],
 )
 def test_rows_that_a_script_chooses(tmp_path, rows, split, noted):

@@ -11,6 +11,7 @@ import jaxrl_llm
 from jaxrl_llm.config import assign
 from jaxrl_llm.config.resolve import resolve
 from jaxrl_llm.data.formats.lookup import find as find_format
+from jaxrl_llm.data.sources import load
 from jaxrl_llm.tools.migrate import migrate
 from jaxrl_llm.tools.migrate.table import find, rules, table
 
@@ -343,3 +344,52 @@ def test_an_entropy_coefficient_that_moves_with_each_update(more, delta):
     )
     assert config.algorithm.entropy_controller == "adaptive"
     assert config.algorithm.entropy_delta == pytest.approx(delta)
+
+
+def test_rows_that_a_script_makes():
+    """As those of TRL's page with two tasks, and of its OpenEnv examples; they are made where the run asks for them."""
+    script = (
+        "from datasets import Dataset, load_dataset\nfrom trl import GRPOConfig, GRPOTrainer\n"
+        "PROMPT = 'What is 2+2?'\nrows = [{'prompt': PROMPT, 'task': 'math'}, {'prompt': 'Sum.', 'task': 'code'}]\n"
+        "dataset = Dataset.from_list(rows)\n"
+        "dataset = dataset.filter(lambda row: row['task'] == 'math').shuffle(seed=1)\n"
+        "def math(prompts, completions, task, **kwargs):\n    return [1.0 if t == 'math' else None for t in task]\n"
+        "GRPOTrainer('org/m', math, GRPOConfig(max_steps=2), train_dataset=dataset,\n"
+        "            eval_dataset=Dataset.from_dict({'prompt': [[{'role': 'user', 'content': PROMPT}]] * 3})).train()\n"
+    )
+    config, text = migrated(script)
+    assert (config.data.path, config.data.eval_path) == (
+        "config_functions.py:train_rows", "config_functions.py:eval_rows",
+    )  # fmt: skip
+    assert load(config.data.path).to_list() == [{"prompt": "What is 2+2?", "task": "math"}]
+    assert len(load(config.data.eval_path)) == 3 and "known only when" not in text and "not done here" not in text
+    assert "from_list" not in Path("config_functions.py").read_text().partition("def train_rows")[0]
+    config, text = migrated(script.replace("from_list(rows)", "from_list(rows * arguments.copies)"))
+    assert config.data.path == "DATA" and "train_dataset = Dataset.from_list" in text and "known only when" in text
+
+
+@pytest.mark.parametrize(
+    ("rows", "kept"),
+    [
+        ("data.filter(ok).map(form)", ["1", "3"]),
+        ("data.map(form).select([2, 0])", ["3", "1"]),
+        ("data.map(lambda row: {'t': row['t'] * 2}).map(form)", ["11", "22", "33"]),
+        ("concatenate_datasets([data.filter(ok), data.select([1])])", None),
+    ],
+)
+def test_rows_that_a_script_changes(rows, kept):
+    """By a function of a file of rows, which does all that the script does."""
+    Path("rows.jsonl").write_text("".join(json.dumps({"t": str(n)}) + "\n" for n in (1, 2, 3)))
+    config, text = migrated(
+        "from datasets import concatenate_datasets, load_dataset\nfrom trl import SFTConfig, SFTTrainer\n"
+        "def ok(row):\n    return row['t'] != '2'\n\ndef form(row):\n    return {'text': row['t']}\n\n"
+        "data = load_dataset('json', data_files='rows.jsonl', split='train')\n"
+        f"rows = {rows}\nSFTTrainer('org/m', SFTConfig(max_steps=2), train_dataset=rows).train()\n"
+    )
+    assert "not done here" not in text and config.data.format == "auto"
+    if kept is None:
+        found = [[row["t"] for row in load(source["path"]).to_list()] for source in config.data.sources]
+        assert found == [["1", "3"], ["2"]]
+    else:
+        assert config.data.path == "config_functions.py:train_rows"
+        assert [row["text"] for row in load(config.data.path).to_list()] == kept

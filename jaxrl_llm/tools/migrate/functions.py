@@ -2,7 +2,9 @@
 
 import ast
 import builtins
+import copy
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxrl_llm.config.resolve import ConfigError
@@ -69,6 +71,32 @@ class Functions:
             self.missing["text_of"] = sorted(set(missing))
         self.chosen["text_of"] = f'def text_of(row):\n    return {{"text": {ast.unparse(ast.Call(node, [row], []))}}}'
         return f"{self.file}:text_of"
+
+    def add_rows(self, name: str, node: ast.expr, lookup: Callable[[ast.Name], ast.expr | None]) -> str | None:
+        """Choose a function `name` that gives the rows of an expression, and return its name for a configuration.
+
+        What the expression reads by name and calls make, as `lookup` has it, is made in the function, not where the
+        file is imported. None where the expression reads names that the script does not define for itself, or draws a
+        part of the rows, which would be another each time.
+        """
+
+        class Inlined(ast.NodeTransformer):
+            def visit_Name(self, node: ast.Name) -> ast.expr:
+                value = lookup(node)
+                return self.visit(copy.deepcopy(value)) if isinstance(value, ast.Call | ast.Subscript) else node
+
+        try:
+            made = Inlined().visit(copy.deepcopy(node))
+        except RecursionError:  # a name that stands for itself
+            return None
+        if self._wanting(made) or "train_test_split" in ast.unparse(made):
+            return None
+        for part in sorted(self._free(made)):
+            self._take(part)
+        if name in self.chosen:
+            name = f"{name}_{len(self.chosen)}"
+        self.chosen[name] = f"def {name}():\n    return {ast.unparse(made)}"
+        return f"{self.file}:{name}"
 
     def source(self) -> str:
         """Return the text of the file; empty without a function."""

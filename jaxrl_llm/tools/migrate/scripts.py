@@ -401,6 +401,7 @@ class Script(Values):
             pairs = zip(made.keys, made.values, strict=True)
             sets = [one for key, value in pairs if key and (one := self._source(name, value, set=self.value(key)))]
             return {name: sets} if sets else {}
+        whole, noted = node, len(self.unread)
         node, split, held, rows, first = self._rows_of(name, node)
         share = {"train_test_split": held} if held else {}
         if isinstance(node, ast.Call) and call_name(node) in JOINING and name == "train_dataset" and node.args:
@@ -412,9 +413,13 @@ class Script(Values):
             found = [self._source(name, part, weight=weight) for part, weight in zip(parts, weights, strict=True)]
             if found and all(found) and first is None:
                 return {name: [{"format": rows, **one} if rows and one else one for one in found], **share}
-        if not (isinstance(node, ast.Call) and call_name(node) in LOADERS and node.args):
-            text = ast.unparse(node)
-            absent = (isinstance(node, ast.Constant) and node.value is None) or text.startswith("None")
+        text, loaded = ast.unparse(node), isinstance(node, ast.Call) and call_name(node) in LOADERS and node.args
+        absent, function = text.startswith("None"), f"{name.removesuffix('_dataset')}_rows"
+        changed = not loaded or len(self.unread) > noted  # rows that the script makes, or of which a change is noted
+        if changed and not absent and (copied := self.functions.add_rows(function, whole, self.lookup)):
+            del self.unread[noted:]
+            return {name: copied}
+        if not (isinstance(node, ast.Call) and loaded):
             if not (absent or (share and name == "eval_dataset")):
                 self.note(
                     f"{name} = {text[:60]} is known only when the script runs: write its rows to a file for "
