@@ -364,8 +364,10 @@ def test_rows_that_a_script_makes():
     assert load(config.data.path).to_list() == [{"prompt": "What is 2+2?", "task": "math"}]
     assert len(load(config.data.eval_path)) == 3 and "known only when" not in text and "not done here" not in text
     assert "from_list" not in Path("config_functions.py").read_text().partition("def train_rows")[0]
-    config, text = migrated(script.replace("from_list(rows)", "from_list(rows * arguments.copies)"))
-    assert config.data.path == "DATA" and "train_dataset = Dataset.from_list" in text and "known only when" in text
+    parsed = "made(argparse.ArgumentParser().parse_args().n)"
+    for other, more in (("rows * arguments.copies", ""), (parsed, "def made(n): ...\n"), ("rows", "rows.append({})\n")):
+        config, text = migrated(more + script.replace("from_list(rows)", f"from_list({other})"))
+        assert config.data.path == "DATA" and "train_dataset = Dataset.from_list" in text and "known only when" in text
 
 
 @pytest.mark.parametrize(

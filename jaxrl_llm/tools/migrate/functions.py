@@ -12,9 +12,10 @@ from jaxrl_llm.config.resolve import ConfigError
 MARK = '"""Functions that `jaxrl_llm migrate` wrote."""'
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 DEFINITION = FUNCTION | ast.ClassDef
+GROWS = ("append", "extend", "insert", "update", "setdefault")
+LOADS = ("load_dataset", "load_from_disk")
 RUNS = (
-    "Trainer", "Config", "parse_args", "parse_args_and_config", "parse_args_into_dataclasses", "load_dataset",
-    "load_from_disk",
+    "Trainer", "Config", "parse_args", "parse_args_and_config", "parse_args_into_dataclasses", "parse_known_args",
 )  # fmt: skip
 
 
@@ -28,11 +29,14 @@ class Functions:
         self.chosen: dict[str, str] = {}  # name -> its source, in the order of use
         self.imports: dict[str, str] = {}
         self.missing: dict[str, list[str]] = {}
+        self.grown: set[str] = set()  # lists and dictionaries that statements add to
         methods = {id(part) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for part in node.body}
         for node in ast.walk(tree):
             if isinstance(node, DEFINITION) and id(node) not in methods:
                 self.definitions.setdefault(node.name, node)
                 self.statements.setdefault(node.name, node)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in GROWS:
+                self.grown.add(ast.unparse(node.func.value))
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 for alias in node.names:
                     self.statements.setdefault(alias.asname or alias.name.partition(".")[0], node)
@@ -76,20 +80,22 @@ class Functions:
         """Choose a function `name` that gives the rows of an expression, and return its name for a configuration.
 
         What the expression reads by name and calls make, as `lookup` has it, is made in the function, not where the
-        file is imported. None where the expression reads names that the script does not define for itself, or draws a
-        part of the rows, which would be another each time.
+        file is imported. None where the expression reads names that the script does not define for itself, or fills in
+        a loop, and where it draws a part of the rows, which would be another each time.
         """
+
+        statements = self.statements
 
         class Inlined(ast.NodeTransformer):
             def visit_Name(self, node: ast.Name) -> ast.expr:
-                value = lookup(node)
+                value = lookup(node) if node.id in statements else None  # of several names one is none of its own
                 return self.visit(copy.deepcopy(value)) if isinstance(value, ast.Call | ast.Subscript) else node
 
         try:
             made = Inlined().visit(copy.deepcopy(node))
         except RecursionError:  # a name that stands for itself
             return None
-        if self._wanting(made) or "train_test_split" in ast.unparse(made):
+        if self._wanting(made) or self._free(made) & self.grown or _calls(made, (*RUNS, "train_test_split")):
             return None
         for part in sorted(self._free(made)):
             self._take(part)
@@ -110,7 +116,7 @@ class Functions:
         missing = []
         for name in self._free(node) - seen:
             statement = self.statements.get(name)
-            if statement is None or (isinstance(statement, ast.Assign) and _runs(statement.value)):
+            if statement is None or (isinstance(statement, ast.Assign) and _calls(statement.value, (*RUNS, *LOADS))):
                 missing.append(name)
             elif not isinstance(statement, ast.Import | ast.ImportFrom):
                 missing += self._wanting(statement, seen | {name})
@@ -121,7 +127,7 @@ class Functions:
         if name in self.chosen or name in self.imports:
             return []
         statement = self.statements.get(name)
-        if statement is None or (isinstance(statement, ast.Assign) and _runs(statement.value)):
+        if statement is None or (isinstance(statement, ast.Assign) and _calls(statement.value, (*RUNS, *LOADS))):
             return [name]
         if isinstance(statement, ast.Import | ast.ImportFrom):
             alias = next(a for a in statement.names if name in (a.asname, a.name.partition(".")[0]))
@@ -161,14 +167,10 @@ class Functions:
         return read - bound
 
 
-def _runs(node: ast.AST) -> bool:
-    """Return True for an expression that reads the command line, loads data or trains."""
-    names = (
-        getattr(part.func, "attr", getattr(part.func, "id", ""))
-        for part in ast.walk(node)
-        if isinstance(part, ast.Call)
-    )
-    return any(name.endswith(RUNS) for name in names)
+def _calls(node: ast.AST, names: tuple[str, ...]) -> bool:
+    """Return True for an expression that calls something whose name ends like one of `names`."""
+    called = (part.func for part in ast.walk(node) if isinstance(part, ast.Call))
+    return any(getattr(function, "attr", getattr(function, "id", "")).endswith(names) for function in called)
 
 
 def public_functions(file: Path) -> list[str]:
