@@ -36,4 +36,6 @@ def windows(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, layer_types.write(config, base))
+    # With a window layers without one would have no rotary positions.
+    without = {"sliding_window": None} if base is None and not config.sliding_layers else {}
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, layer_types.write(config, base) | without)

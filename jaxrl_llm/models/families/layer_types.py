@@ -45,7 +45,8 @@ def write(config, base: Any = None, sliding: str = SLIDING, size: str = "sliding
     if base is not None:
         return {size: config.sliding_window} if config.sliding_layers else {}
     types = [sliding if layer in config.sliding_layers else FULL for layer in range(config.layers)]
-    return {size: config.sliding_window, "layer_types": types}
+    # Some classes of transformers have no null for the size.
+    return {"layer_types": types} | ({size: config.sliding_window} if config.sliding_layers else {})
 
 
 def read_unrotated(hf: dict[str, Any]) -> tuple[int, ...]:
