@@ -173,23 +173,19 @@ def losses_of(pictures, folder, tmp_path, algorithm):
     return [step["loss"] for step in jaxrl_llm.train(config, train_dataset=rows).metrics]
 
 
-@pytest.mark.slow
-def test_trls_rows_are_learned(folder, tmp_path):
-    """Losses of conversations with images are finite, and those of other images, as large, are others."""
-    losses = losses_of(PICTURES, folder, tmp_path / "some", "sft")
-    others = losses_of(UNLIKE, folder, tmp_path / "others", "sft")
-    assert np.isfinite(losses).all() and len(losses) == 2 and losses[1] != others[1]
-
-
-# What does not depend on the family: tiles of one size, and patches of images of any size.
-ONE_OF_EACH = pytest.mark.parametrize("folder", ["smolvlm", "qwen2_vl"], indirect=True)
+# For what depends on no family: tiles of one size, patches of images of any size, layers that read images alone.
+ONE_OF_EACH = pytest.mark.parametrize(
+    "folder", variants(("smolvlm", "qwen2_vl", "mllama"), ("smolvlm", "qwen2_vl")), indirect=True
+)
 
 
 @pytest.mark.slow
 @ONE_OF_EACH
-def test_trls_pairs_are_learned(folder, tmp_path):
-    losses = losses_of(PICTURES, folder, tmp_path / "some", "preference")
-    others = losses_of(UNLIKE, folder, tmp_path / "others", "preference")
+@pytest.mark.parametrize("algorithm", ["sft", "preference"])
+def test_trls_rows_are_learned(folder, tmp_path, algorithm):
+    """Losses of rows with images are finite, and those of other images, as large, are others."""
+    losses = losses_of(PICTURES, folder, tmp_path / "some", algorithm)
+    others = losses_of(UNLIKE, folder, tmp_path / "others", algorithm)
     assert np.isfinite(losses).all() and len(losses) == 2 and losses[1] != others[1]
 
 
