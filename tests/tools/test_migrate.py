@@ -1657,6 +1657,23 @@ def test_packing_of_axolotl_is_of_sft_alone(tmp_path, rl):
     assert "sample_packing = True: has no part in data.packing" in flat and "is left out" not in flat
 
 
+def test_what_is_new_in_axolotl(tmp_path):
+    """0.19 passes TRL's entropy bonus and the bounds of its correction on; a trainer of one's own is noted."""
+    said = (
+        "base_model: Qwen/Qwen3-0.6B\nrl: grpo\nlearning_rate: 1.0e-6\nmax_steps: 2\ndatasets: [{path: d}]\n"
+        "trainer_cls: mine.Trainer\nple_cpu_offload: true\n"
+        "trl: {reward_funcs: [r.f], num_generations: 4, use_vllm: true, "
+        "vllm_importance_sampling_correction: true, vllm_importance_sampling_clip_max: 2.5, "
+        "vllm_importance_sampling_clip_min: 0.4, use_adaptive_entropy: true, entropy_target: 0.3, entropy_coef: 0.01, "
+        "log_multimodal: false}\n"
+    )
+    config, text = migrate(written(tmp_path, "a.yaml", said), devices=4)
+    entropy = {"entropy_coef": 0.01, "entropy_controller": "adaptive", "entropy_target": 0.3}
+    expect(config, algorithm={**entropy, "importance_max": 2.5, "importance_min": 0.4})
+    assert "known key" not in text
+    assert "trainer_cls = 'mine.Trainer' has no equivalent" in text
+
+
 def test_rollouts_ahead_of_axolotl(tmp_path):
     trl = {"async_prefetch": True, "num_generations": 4, "reward_funcs": ["r.right"]}
     tree = {
