@@ -395,3 +395,16 @@ def test_rows_that_a_script_changes(rows, kept):
     else:
         assert config.data.path == "config_functions.py:train_rows"
         assert [row["text"] for row in load(config.data.path).to_list()] == kept
+
+
+def test_a_script_of_online_dpo_with_its_command():
+    """As TRL's example: the name of the file says online_dpo, and dpo is another trainer."""
+    Path("online_dpo.py").write_text(
+        '"""Usage:\n\npython online_dpo.py --model_name_or_path org/m --reward_model_path org/rm --dataset_name d '
+        '--learning_rate 5.0e-7 --max_steps 2\n"""\n'
+        "from trl import TrlParser\nfrom trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer\n"
+        "args = TrlParser((OnlineDPOConfig,)).parse_args_and_config()\n"
+        "OnlineDPOTrainer(model=args.model, reward_funcs=args.reward_model, args=args).train()\n"
+    )
+    config, _ = migrate("online_dpo.py")
+    assert (config.algorithm.name, config.rewards.functions) == ("online_preference", ("model:org/rm",))

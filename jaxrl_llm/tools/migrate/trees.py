@@ -122,7 +122,7 @@ def read_tree(tree: dict[str, Any], path: str, system: str, trainer: str) -> Sou
 
 def trainers_named(path: str) -> list[str]:
     """Return the trainers of TRL that the words of a path name: dpo of recipes/zephyr/dpo/config.yaml."""
-    path = re.sub(r"(async|server)[\W_]+(grpo|distillation)", r"\1\2", path.lower())
+    path = re.sub(r"(async|online|server)[\W_]+(dpo|grpo|distillation)", r"\1\2", path.lower())
     words = re.split(r"[\W_]+", re.sub(r"iw[\W_]+opd", "iwopd", path))
     return [word for word in words if word in RULES]
 
