@@ -2797,6 +2797,17 @@ actor_rollout_ref: {model: {path: HuggingFaceTB/SmolVLM-256M-Instruct}}
 """
 
 
+def test_verl_trains_the_vision_part_unless_it_is_frozen(tmp_path):
+    at, path = "actor_rollout_ref", "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct"
+    assert from_verl(tmp_path, path).model.vision == "trained"
+    assert from_verl(tmp_path, path, f"{at}.actor.freeze_vision_tower=True").model.vision == "frozen"
+    assert from_verl(tmp_path, path, f"{at}.model.lora_rank=8").model.vision == "lora"
+    text = [f"{at}.model.lora_rank=8", f"{at}.model.exclude_modules='.*visual.*'"]
+    assert from_verl(tmp_path, path, *text).model.vision == "frozen"
+    assert "reads images" not in noted_from_verl(tmp_path, path)
+    assert from_verl(tmp_path).model.vision == "frozen"  # of a model of text
+
+
 @pytest.mark.parametrize(("name", "key"), [("photos", "photos"), ("images", "auto")])
 def test_the_images_are_read_as_in_verl(tmp_path, name, key):
     text = VERL_IMAGES.replace("photos", f"{name}, mm_processor_kwargs: {{min_pixels: 3136, max_pixels: 401408}}")
@@ -2849,7 +2860,6 @@ def test_the_images_are_read_as_in_verl(tmp_path, name, key):
             {},
             ["models that read images"],
         ),
-        ("v.yaml", VERL_IMAGES, {"devices": 1}, ["reads images: its encoder and projector are frozen unless"]),
         (
             "a.yaml",
             "base_model: m\nlearning_rate: 1\nprocess_reward_model: true\nnum_labels: 3\n",

@@ -208,9 +208,11 @@ class Draft:
         known, model = rules("warnings"), str(self.values.get("model.path", ""))
         kinds = {kind: re.search(known[kind], model, re.IGNORECASE) for kind in ("known", "vision", "other")}
         if re.search(known["images"], model, re.IGNORECASE):
-            self.check(
-                f"{model} reads images: its encoder and projector are frozen unless model.vision is trained (or lora)"
-            )
+            if "model.vision" not in self.values:
+                self.check(
+                    f"{model} reads images: its encoder and projector are frozen unless model.vision is trained (or "
+                    "lora)"
+                )
         elif kinds["vision"]:
             self.check(
                 f"{model} speaks of images or sound: of models that read images, docs/vision.md names those here"

@@ -247,6 +247,10 @@ def _model(draft: Draft, gpus: int) -> int:
     if "lora.path" in draft.values:
         draft.set("lora.reference", "base")  # verl's is the actor without any adapter
         draft.drop("lora.rank", "lora.exclude_modules")
+    frozen = draft.get(key := f"{A}.freeze_vision_tower") or "visual" in str(draft.values.get("lora.exclude_modules"))
+    if re.search(rules("warnings")["images"], str(draft.values.get("model.path")), re.IGNORECASE):
+        kind = "lora" if draft.values.get("lora.rank") or "lora.path" in draft.values else "trained"
+        draft.set("model.vision", "frozen" if frozen else kind, key)
     # FSDP shards parameters over all devices unless a size is set.
     key = f"{A}.fsdp_config.fsdp_size"
     size = int(draft.get(key) or -1)
