@@ -157,8 +157,8 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
         if value != usual.get(name) if is_data else value:
             raise ConfigError(
                 f"peft_config has {name} = {value!r}, which has no counterpart: adapters have rank, alpha, dropout, "
-                "targets, rslora, dora, a start, modules_to_save and what is said of single modules, set by lora.rank "
-                "and the other keys of lora"
+                "targets, rslora, dora, a start, modules_to_save, bias and what is said of single modules, set by "
+                "lora.rank and the other keys of lora"
             )
     found = LORA_FIELDS | {name: fields[name] for name in LORA_FIELDS if name in fields}
     targets, parameters = found["target_modules"], found["target_parameters"] or ()
