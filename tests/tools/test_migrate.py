@@ -136,14 +136,14 @@ def test_trl_defaults_are_those_of_the_trl_that_is_installed():
     }
     # Unset, these are off or have the same value here; hub_strategy is the end, and project the name of this library.
     alike = """
-        assistant_only_loss auto_find_batch_size callbacks cast_lm_head_to_fp32 desirable_weight discopop_tau
-        do_eval entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target eval_delay
-        eval_on_start f_alpha_divergence_coef feedback_template fp16 hub_strategy label_smoothing
-        label_smoothing_factor load_best_model_at_end loss_type packing packing_strategy
-        precompute_ref_log_probs project push_to_hub repetition_penalty reprompt_template save_only_model
-        shuffle_dataset solution_template top_entropy_quantile train_sampling_strategy trust_remote_code
-        undesirable_weight use_adaptive_entropy use_weighting vespo_k_neg vespo_k_pos vespo_lambda_neg
-        vespo_lambda_pos
+        activation_offloading assistant_only_loss auto_find_batch_size callbacks cast_lm_head_to_fp32
+        dataloader_drop_last dataset_text_field desirable_weight discopop_tau do_eval entropy_coef entropy_coef_delta
+        entropy_coef_max entropy_coef_min entropy_target eval_delay eval_on_start f_alpha_divergence_coef
+        feedback_template fp16 hub_strategy label_smoothing label_smoothing_factor load_best_model_at_end loss_type
+        packing packing_strategy precompute_ref_log_probs project push_to_hub repetition_penalty reprompt_template
+        save_only_model shuffle_dataset solution_template top_entropy_quantile train_sampling_strategy
+        trust_remote_code undesirable_weight use_adaptive_entropy use_weighting vespo_k_neg vespo_k_pos
+        vespo_lambda_neg vespo_lambda_pos
     """
     compared, left_out = 0, set()
     for name, cls in classes.items():
