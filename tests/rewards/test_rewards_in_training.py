@@ -215,7 +215,7 @@ def test_names_of_the_run_in_a_run(root, tmp_path, capsys):
 
     config = tiny(root, tmp_path)
     config.total_steps = 1
-    for name in ("epoch", "completions/mean_length"):
+    for name in ("epoch", "completions/mean_length", "step"):
         logged[0] = name
         with pytest.raises(RewardError, match=f"logs the metric '{name}', which is the run's own; rename it"):
             jaxrl_llm.train(config, rewards=named)
