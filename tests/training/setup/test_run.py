@@ -34,7 +34,8 @@ def test_names_that_no_parameter_has_are_told():
     assert unmatched_names(config, model) == []  # though nothing here has a bias
     config.optimizer.no_decay = ("bias", "scale", "weight", "norms")
     (line,) = unmatched_names(config, model)
-    assert line.startswith("optimizer.no_decay: norms ends the path of no parameter") and "kernel, scale, weight" in line
+    assert line.startswith("optimizer.no_decay: norms ends the path of no parameter")
+    assert "kernel, scale, weight" in line
 
 
 def test_dynamic_sampling_tells_what_it_leaves_out():
