@@ -7,7 +7,7 @@ import jax
 import pyarrow.parquet as pq
 import pytest
 
-from jaxrl_llm.config import from_json
+from jaxrl_llm.config import ConfigError, from_json
 from jaxrl_llm.config.flags import load_config_file, run
 from jaxrl_llm.train import main
 from jaxrl_llm.train import train as train_here
@@ -114,11 +114,13 @@ def test_eight_frames_lead_to_a_loss(root, tmp_path):
     config = load_config_file(f"{root / 'configs' / 'grpo.py'}:tiny")
     config.output_dir, config.logging.backends = str(tmp_path / "run"), ("jsonl",)
     config.eval.every, config.algorithm.loss = -1, f"{tmp_path / 'broken.py'}:loss"
-    with pytest.raises(ZeroDivisionError) as error:
+    with pytest.raises(ConfigError, match=r"broken\.py:loss raised ZeroDivisionError") as error:
         train_here(config)
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
     own = (str(root / "jaxrl_llm"), str(tmp_path))
     frames = [frame.name for frame in error.traceback if str(frame.path).startswith(own) and not frame.ishidden(error)]
-    assert frames == ["train", "improve", "update", "loss_of", "loss", "policy_objective", "loss"]  # after main
+    # After main; the last calls the user's own function, and names it if it raises.
+    assert frames == ["train", "improve", "update", "loss_of", "loss", "policy_objective", "called"]
 
 
 class Fails:

@@ -294,7 +294,7 @@ def test_prompts_are_read_from_messages_too(tmp_path):
         (["--model=embedded:sort", "--config.seed=1"], ["unknown flag --config.seed", "closest is --seed"]),
         (["embedded:sort", "--prompt=a"], ["unexpected argument 'embedded:sort'", "such as --model=embedded:sort"]),
         (["--model=embedded:sort", "--prompt=a", "--top_p=2"], ["top_p is 2.0"]),
-        (["--model=embedded:sort", "--prompt=a", "--tensor=3"], ["3", "devices"]),
+        (["--model=embedded:sort", "--prompt=a", "--tensor=3"], ["tensor=3", "the 1 device at hand"]),
     ],
 )
 def test_command_errors(arguments, words):

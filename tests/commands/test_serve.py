@@ -277,7 +277,7 @@ def test_adapters_are_merged():
         (["embedded:sort", "--max_length=4000"], "has positions for 2048"),
         (["--weight_updates", "--port", "8000", "embedded:sort", "--max_length=4000"], "has positions for 2048"),
         (["embedded:sort", "--port=8000", "other"], "--model is given twice"),
-        (["embedded:sort", "--tensor=64"], "--tensor is 64, but there are"),
+        (["embedded:sort", "--tensor=64"], "--tensor is 64, and this machine has 1 device"),
         (["embedded:sort", "--tinker=runs", "--weight_updates"], "what runs adapt must stay as it is"),
         (["embedded:sort", f"--tinker={__file__}/runs"], "but no folder can be made there: Not a directory"),
         (["embedded:sort", "--full_runs=2"], "--full_runs is for the runs of --tinker=FOLDER, which is not given"),

@@ -120,7 +120,7 @@ def test_several_images_of_a_row_are_a_tile_each_in_llava_onevision(tmp_path, to
         np.testing.assert_array_equal(x.pixels[0, : len(both)], np.concatenate([tiles for tiles, _ in row]))
         np.testing.assert_array_equal(x.grids[0, :3], [grid for _, grid in row])
         assert not x.grids[0, 3:].any() and not x.grids[1].any()
-    with pytest.raises(ConfigError, match=r"row 0 of a batch has 3 image tokens .* stand for"):
+    with pytest.raises(ConfigError, match=r"row 0 of a batch has 3 image tokens .* but its 6 tiles should have 77"):
         row_images([[own.image_id] * 3], [row], vision)
     with pytest.raises(ConfigError, match="row 0 of a batch has pixels alone, but this model puts the tiles"):
         row_images([ids], [np.zeros((3, 16, 16, 3))], vision)

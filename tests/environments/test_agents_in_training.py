@@ -223,6 +223,7 @@ def team(base_url, api_key, task):
     return len(last) / 10
 
 
+@pytest.mark.slow
 def test_sub_agents_are_parts_of_the_row(model, play):
     rollout, episodes = play(team, [{"prompt": "s:21="}], workers=2, calls=5, branches=5)
     again, _ = play(team, [{"prompt": "s:21="}], workers=1, calls=5, branches=5)
@@ -324,6 +325,7 @@ def test_a_turn_that_two_branches_begin_with_is_learned_from_once(play):
         )
 
 
+@pytest.mark.slow
 def test_choices_of_a_call_are_turns_of_the_row(play):
     """A session whose every call asks for several choices has more turns than calls: credit to turns has room."""
 
@@ -378,7 +380,7 @@ def test_agents_that_fail(model, play):
     ("number", "message"),
     [
         pytest.param(1, r"no memory for a first completion \(JaxRuntimeError: RESOURCE_", marks=pytest.mark.slow),
-        (2, r"[1-4] completions .* were not sampled, .*"),
+        (2, r"(1 completion|[2-4] completions) of agents could not be sampled,"),
     ],
 )
 def test_completions_without_memory_end_the_step(play, monkeypatch, number, message):

@@ -355,6 +355,7 @@ def run_of(root, name, folder, rows):
     return config
 
 
+@pytest.mark.slow
 def test_a_run_without_padding_and_chat_template(plain_gpt2, root, tmp_path):
     """Rows of text are trained on and the model is exported; messages and rows beyond its positions are refused.
 

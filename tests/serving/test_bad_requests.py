@@ -160,6 +160,7 @@ def test_numbers_that_are_none(web, number):
     refused(web.post("/v1/responses", content=f'{{"input": "x", "metadata": {{"a": {number}}}}}'))
 
 
+@pytest.mark.slow
 def test_log_probs_that_no_machine_holds(web, running, monkeypatch):
     """A small request may ask for billions of them, of 700 bytes each while they are made."""
     error = refused(web.post(TEXT, json={"prompt": ["x" * 100] * 400, "max_tokens": 0, "prompt_logprobs": 128}))
@@ -320,6 +321,7 @@ def test_the_key(listening):
         assert web.get("/health").status_code == web.get("/metrics").status_code == 200
 
 
+@pytest.mark.slow
 def test_limits(listening):
     """Body, requests at once, completions, and seconds, each with its status; slots are free afterwards."""
     from jaxrl_llm.serving.app import Limits
@@ -424,6 +426,7 @@ def test_connections_without_a_request_end(impatient):
     assert httpx.get(f"{impatient.url}/health").text == "ok"
 
 
+@pytest.mark.slow
 def test_a_connection_between_two_requests_stays(impatient):
     """As long as clients keep theirs: a request that is sent while the server ends its connection fails."""
     with httpx.Client(base_url=impatient.url, headers=JSON) as web:

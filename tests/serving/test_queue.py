@@ -323,6 +323,7 @@ def test_new_parameters_count_from_the_next_chunk(queue, model):
     assert after.wait() != before.ids
 
 
+@pytest.mark.slow
 def test_parameters_that_cannot_be_placed_change_nothing(queue, model):
     """And what is asked of a queue that has ended is told so, where it would be waited for."""
     ids = prompt_rows(model, ["sort:4821="])[0]["prompt_ids"]
@@ -413,9 +414,8 @@ def test_a_failure_is_given_to_every_row(queue, monkeypatch):
     queue.failure = None  # which the fixture looks at
 
 
-@pytest.mark.parametrize(
-    "lacking", ["decode_chunk", "join", *(pytest.param(x, marks=pytest.mark.slow) for x in ("newest", "regrouped"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("lacking", ["decode_chunk", "join", "newest", "regrouped"])
 def test_rows_without_memory_to_decode_on_are_told_and_others_are_served(queue, monkeypatch, lacking):
     """At a step, at its end, when a row joins and when groups become single rows: the grid is lost, the queue is not.
 

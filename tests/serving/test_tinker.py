@@ -139,6 +139,7 @@ def test_a_loss_of_the_clients_own(client):
     assert (np.square(after[-3:]).sum()) < np.square(before[-3:]).sum()
 
 
+@pytest.mark.slow
 def test_requests_are_done_in_the_order_of_their_numbers_and_once(training):
     url = f"{training[0].url}/api/v1/"
 
@@ -223,6 +224,7 @@ def test_weights_that_were_let_go_are_read_again(client, training, monkeypatch):
     assert len(training[0].server.queue.adapters) <= 2
 
 
+@pytest.mark.slow
 def test_runs_of_several_clients_take_turns(client):
     """Two runs at once come to what they come to alone."""
     alone, done = {}, {}
@@ -419,6 +421,7 @@ def test_a_key_is_asked_for(listening, tmp_path, monkeypatch):
         assert requests.get(f"{url}/api/v1/healthz", headers=headers, timeout=30).status_code == 401
 
 
+@pytest.mark.slow
 def test_the_loop_of_the_page(training, monkeypatch, capsys):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tinker.md").read_text(encoding="utf-8"), re.DOTALL)
     monkeypatch.setenv("TINKER_TELEMETRY", "0")

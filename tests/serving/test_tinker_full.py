@@ -93,6 +93,7 @@ def test_what_a_client_teaches_its_samplers_say_and_others_do_not(connect, train
     assert jaxrl_llm.generate(model, [PROMPT], 3, temperature=0.0)[0].startswith("333")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_what_it_saved_bit_for_bit(connect):
     torch = pytest.importorskip("torch")
     client = connect()

@@ -212,6 +212,7 @@ def test_an_imported_environment_may_have_a_reward():
     assert "my_games:Game: if it has get_reward, add environment to rewards.functions" in text
 
 
+@pytest.mark.slow
 def test_an_environment_that_makes_its_prompts_trains():
     """From the script to a run: rows are seeds, prompts come from reset, and the reward is the environment's."""
     config, _ = migrated(

@@ -162,6 +162,7 @@ def ahead(config, steps):
 COPY = 2 * PARAMETERS + 2 * 5 * 32  # bytes, in bfloat16 but for the scales of five norms
 
 
+@pytest.mark.slow
 def test_policies_that_batches_are_sampled_from_ahead_are_planned(folder, planned):
     """One device samples a batch while it trains on another: what it samples with is there then too."""
     config = ahead(small(folder), 2)

@@ -70,6 +70,7 @@ def logged(run):
     return [line for line in lines if "loss" in line]
 
 
+@pytest.mark.slow
 def test_a_step_on_images_moves_all_of_the_encoder(root, tmp_path):
     """And the sampler reads the images that the update reads."""
     changes = {"total_steps": 1, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0}

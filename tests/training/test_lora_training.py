@@ -148,6 +148,7 @@ def test_dropout_follows_seed_and_update():
     )
 
 
+@pytest.mark.slow
 def test_base_reference_takes_no_memory():
     frozen, trainable = start()
     params = lora.combine(frozen, trainable)

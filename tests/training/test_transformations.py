@@ -216,6 +216,7 @@ def test_models_without_so_many_layers_alike(params, words):
         make_optimizer(config_of(lisa_layers=4)).init(params)
 
 
+@pytest.mark.slow
 def test_gradients_of_an_update_are_taken_between_the_average_and_what_it_averages():
     """The first update begins with one policy; from then on those of a run's update are at y, and its metrics too."""
     config, batch = config_with(optimizer__name="schedule_free_adamw", optimizer__b1=0.5), make_batch(rows=8)

@@ -45,6 +45,7 @@ def shapes_of(tensors):
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
+@pytest.mark.slow
 def test_adapters_of_single_modules_are_those_of_peft(llama_folder, tmp_path):
     """Their modules and shapes, and what is computed, learned and merged."""
     shape = LoraConfig(3, 6.0, targets=parse_targets(TARGETS))

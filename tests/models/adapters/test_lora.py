@@ -270,7 +270,7 @@ def test_modules_trained_whole_are_those_of_peft(llama_folder, base, tmp_path):
         np.testing.assert_allclose(ours[name], value.detach(), atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("kind", ["all", "lora_only"])
+@pytest.mark.parametrize("kind", [pytest.param("all", marks=pytest.mark.slow), "lora_only"])
 def test_biases_trained_beside_adapters_are_those_of_peft(tmp_path, kind):
     """Which they are, logits, gradients, the merged model, and folders in both directions."""
     folder = tmp_path / "model"

@@ -40,7 +40,8 @@ def peft_model(folder, **options):
     return peft.get_peft_model(oracle, peft.LoraConfig(task_type="CAUSAL_LM", **(shape | options))).eval()
 
 
-@pytest.mark.parametrize(("init", "rslora"), [pytest.param("pissa", False, marks=pytest.mark.slow), ("olora", True)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("init", "rslora"), [("pissa", False), ("olora", True)])
 def test_starts_from_the_matrices_are_those_of_peft(base, llama_folder, tmp_path, init, rslora):
     """Products and residual at the start, logits and gradients there and later, and both kinds of export."""
     model = add_adapters(base, dataclasses.replace(SHAPE, init=init, rslora=rslora), jax.random.key(0))

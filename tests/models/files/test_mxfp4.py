@@ -18,6 +18,7 @@ from tests.models.files.quantized import describe
 from tests.models.oracles import VARIANTS, make_oracle, oracle_logits
 
 
+@pytest.mark.slow
 def test_a_model_in_mxfp4_is_read_as_numbers(tmp_path, monkeypatch):
     """All 16 codes and scales of 2^-6 to 2^2; the model computes as transformers does with the numbers."""
     monkeypatch.setitem(VARIANTS, "wide", lambda: VARIANTS["gpt_oss"]().__class__(**{

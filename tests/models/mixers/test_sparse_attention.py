@@ -78,6 +78,7 @@ def test_the_choice_has_no_gradient_and_is_not_made_of_short_rows():
     assert of_indexer == set(CONFIG.frozen) and len(of_indexer) == len(SparseLatentAttention.untrained)
 
 
+@pytest.mark.slow
 def test_a_layer_without_an_indexer_attends_to_what_another_chose():
     """Its parameters are in a stack of their own, and a change of the indexer before it changes what it attends to."""
     net = Net(SHARED)

@@ -133,6 +133,7 @@ def test_tokens_see_the_images_of_their_document():
         np.testing.assert_array_equal(np.asarray(found)[0], expected.reshape(15, -1))
 
 
+@pytest.mark.slow
 def test_text_before_an_image_does_not_see_it(tmp_path):
     """In transformers it sees all features of all images, equally; where a text begins with its image both agree."""
     documents = image_documents((1, 0), "mllama")

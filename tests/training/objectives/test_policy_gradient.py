@@ -123,7 +123,7 @@ def test_the_full_kl_is_that_of_the_networks_logits():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), gradient, kl_term(PARAMS))
 
 
-@pytest.mark.parametrize(("beta", "on_policy"), [(0.1, True), (0.0, False)])
+@pytest.mark.parametrize(("beta", "on_policy"), [(0.1, True), pytest.param(0.0, False, marks=pytest.mark.slow)])
 def test_correct_completions_are_learned_by_their_likelihood(beta, on_policy):
     """With and without slopes that are known before the log-probs are; none of a batch that has no correct one."""
     batch = make_batch()

@@ -85,6 +85,7 @@ def test_a_record_is_followed_whatever_the_timing(tmp_path, staleness):
     assert again == given
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_follows_its_record_as_far_as_it_goes(tmp_path):
     given, states = asked(tmp_path / "whole", 2, rests=[3])
     lines = (tmp_path / "whole").read_bytes().splitlines(keepends=True)

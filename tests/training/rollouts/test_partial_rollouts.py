@@ -52,6 +52,7 @@ def by_prompt(batches):
     return found
 
 
+@pytest.mark.slow
 def test_tokens_are_of_the_policies_they_are_said_to_be_of_and_a_resumed_run_goes_on():
     """With one policy the samples are those of a run that ends every completion at once; with several each token's
     log-prob is that of the policy of its version; and half-finished rows survive in a checkpoint, bit for bit."""
