@@ -209,7 +209,7 @@ def test_signatures_are_the_documented_ones():
         return list(inspect.signature(function).parameters)
 
     given = ["train_dataset", "eval_dataset", "rewards", "environment", "tools", "callbacks"]
-    given += ["model", "tokenizer", "peft_config", "quantization_config", "optimizers", "compute_metrics", "others"]
+    given += ["model", "tokenizer", "peft_config", "optimizers", "compute_metrics", "quantization_config", "others"]
     assert names(jaxrl_llm.train) == ["config", *given]
     assert names(jaxrl_llm.load_model)[:2] == ["path", "dtype"]
     assert names(jaxrl_llm.generate)[:2] == ["model", "prompts"]

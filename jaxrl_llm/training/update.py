@@ -118,18 +118,19 @@ def make_update(
     """
     step = optimizer_step(objective, optimizer, spec, mesh)
 
-    def update(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
-        critic_metrics: Metrics = {}
-        if update_critic is not None:
-            state, critic_metrics = _critic_step(update_critic, state, batch, frozen)
-        params, critic = state.params, state.critic
-        if critic is not None and shares_critic:
-            params = {**params, **critic.params}
-        after, metrics = step(State(state.step, params, state.opt_state), batch, frozen)
-        if critic is not None and shares_critic:
-            return split_critic(after, critic), metrics
-        return dataclasses.replace(after, critic=critic), critic_metrics | metrics
+    def with_critic(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
+        assert update_critic is not None
+        state, critic_metrics = _critic_step(update_critic, state, batch, frozen)
+        state, metrics = step(state, batch, frozen)
+        return state, critic_metrics | metrics
 
+    def with_shared_critic(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
+        assert state.critic is not None
+        joint = State(state.step, {**state.params, **state.critic.params}, state.opt_state)
+        joint, metrics = step(joint, batch, frozen)
+        return split_critic(joint, state.critic), metrics
+
+    update = with_shared_critic if shares_critic else step if update_critic is None else with_critic
     return jax.jit(update, donate_argnums=0)
 
 
@@ -153,7 +154,7 @@ def split_critic(joint: State, critic: State) -> State:
 def optimizer_step(
     objective: Objective, optimizer: optax.GradientTransformation, spec: UpdateSpec, mesh: Mesh
 ) -> Update:
-    """One optimizer step, `(state, batch, frozen) -> (state, metrics)`, to be jitted by `make_update`.
+    """One optimizer step, `(state, batch, frozen) -> (state, metrics)`, to be jitted by `make_update`. A critic stays.
 
     The batch is one optimizer batch. It is weighed as a whole and then split into micro-batches, whose gradients add
     up in fp32: the update does not depend on their number. They are taken, and metrics are, at `spec.gradient_point`.
@@ -165,6 +166,7 @@ def optimizer_step(
     shards = row_shards(mesh)
 
     def update(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
+        critic, state = state.critic, dataclasses.replace(state, critic=None)
         if spec.offload_params:
             state, frozen = dataclasses.replace(state, params=on_device(state.params)), Frozen(on_device(frozen.params))
         updates, point = updates_made(state.opt_state), state.params
@@ -258,7 +260,8 @@ def optimizer_step(
             own["lr"] = jnp.asarray(rate)  # of optax.inject_hyperparams
         if (estimate := state_of(state.opt_state, Prodigy)) is not None:
             own["lr"] *= estimate.d
-        return new, metrics | {name: Metric(value, "sum") for name, value in own.items()}
+        metrics |= {name: Metric(value, "sum") for name, value in own.items()}
+        return dataclasses.replace(new, critic=critic), metrics
 
     return update
 
