@@ -287,22 +287,18 @@ def test_more_tensor_shards_than_kv_heads(net, params, rows, expected):
 LORA = lora.LoraConfig(rank=2, alpha=4.0, targets=("up", "down"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "sizes"),
     [
         ({"dtype": "bfloat16"}, (1, 4, 1, 2)),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ({}, (2, 4)),
-                ({}, (1, 4, 1, 1, 2)),
-                ({}, (1, 4, 2)),
-                ({"lora": LORA}, (2, 2, 1, 2)),
-                ({"lora": dataclasses.replace(LORA, dora=True)}, (1, 8)),
-                ({"quantize": "nf4"}, (1, 8)),
-                ({"qat": "nf4", "dtype": "bfloat16"}, (1, 8)),
-            )
-        ),
+        ({}, (2, 4)),
+        ({}, (1, 4, 1, 1, 2)),
+        ({}, (1, 4, 2)),
+        ({"lora": LORA}, (2, 2, 1, 2)),
+        ({"lora": dataclasses.replace(LORA, dora=True)}, (1, 8)),
+        ({"quantize": "nf4"}, (1, 8)),
+        ({"qat": "nf4", "dtype": "bfloat16"}, (1, 8)),
     ],
     ids=str,
 )

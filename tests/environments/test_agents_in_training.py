@@ -376,10 +376,11 @@ def test_agents_that_fail(model, play):
         play(sometimes, tasks[:2], on_error="stop")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "message"),
     [
-        pytest.param(1, r"no memory for a first completion \(JaxRuntimeError: RESOURCE_", marks=pytest.mark.slow),
+        (1, r"no memory for a first completion \(JaxRuntimeError: RESOURCE_"),
         (2, r"(1 completion|[2-4] completions) of agents could not be sampled,"),
     ],
 )

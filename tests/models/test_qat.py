@@ -93,7 +93,8 @@ def test_sampler_and_trainer_compute_the_same_in_16_bits(kind):
     assert [x.dtype for x in back(pull)] == [jnp.bfloat16, jnp.float32]
 
 
-@pytest.mark.parametrize("way", [pytest.param(dense, marks=pytest.mark.slow), grouped])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [dense, grouped])
 def test_experts_compute_with_what_would_be_stored(way):
     """Their matrices get the gradients of the stored ones; with quantize_experts=none they are numbers."""
     graph, state = nnx.split(Experts(dataclasses.replace(CONFIG, qat="int4"), nnx.Rngs(0)))

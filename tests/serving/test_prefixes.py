@@ -48,6 +48,7 @@ def texts(count: int, vocabulary: int = 97) -> list[int]:
     return np.random.default_rng(count).integers(0, vocabulary, count).tolist()
 
 
+@pytest.mark.slow
 def test_a_second_turn(model):
     """It is answered as without kept texts, and only what is new is computed; other weights have none."""
     queue, plain = (started(model.net, model.params, size) for size in (2**24, 0))

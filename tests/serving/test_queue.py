@@ -391,6 +391,7 @@ def test_rows_of_a_prompt_are_scored_once(queue, monkeypatch):
     assert first.logps.shape == (20,) and all(scores is first for scores in others) and unscored is None
 
 
+@pytest.mark.slow
 def test_a_stopped_queue_ends_its_rows_and_takes_no_more(queue):
     rows = ask(queue, *(RowRequest([60 + i], 20, SamplingParams(), (), i) for i in range(9)))
     queue.stop(60)

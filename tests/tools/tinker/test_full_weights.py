@@ -53,6 +53,7 @@ def test_micro_batches_change_nothing_wherever_they_add_up(run, monkeypatch):
     training_run._added.clear_cache()
 
 
+@pytest.mark.slow
 def test_steps_and_the_folder_are_those_of_transformers_and_torch(run, tmp_path):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM

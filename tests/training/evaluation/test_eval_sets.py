@@ -259,6 +259,7 @@ def test_what_is_right_how_it_is_sampled_and_estimated(config):
     assert eval_metrics(config).correct_at == 0.6 and jaxrl_llm.evaluate(config, ROWS[:2], half)["eval/accuracy"] == 0
 
 
+@pytest.mark.slow
 def test_each_reward_function_and_what_it_logs(config):
     """As training names it, of samples alone: entries by source, and what is logged of a batch by its completions.
 

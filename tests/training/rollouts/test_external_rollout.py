@@ -78,6 +78,7 @@ def policy_logps(model, rollout):
     return np.asarray(logps) * rollout.mask
 
 
+@pytest.mark.slow
 def test_the_engine_for_a_function(model, rollout):
     """What `trainer.generate` samples comes back as the engine's own rows."""
     seen = {}

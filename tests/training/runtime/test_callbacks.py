@@ -78,6 +78,7 @@ def assert_same_run(one, other):
 # --- when they are called, and with what ---
 
 
+@pytest.mark.slow
 def test_order_and_what_is_seen_and_an_early_end(config):
     diary = Diary(stop=[("on_step", 4)])
     config.total_steps, kept = 6, {}
