@@ -276,12 +276,12 @@ def failing_as(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming(setting: str) -> Iterator[None]:
-    """Put the setting before the message of a ConfigError that its value raises."""
+def naming(what: str) -> Iterator[None]:
+    """Put `what`, a setting or a place, before the message of a ConfigError that is raised inside."""
     try:
         yield
     except ConfigError as error:
-        raise type(error)(f"{setting}: {error}") from error
+        raise ConfigError(f"{what}: {error}") from error
 
 
 def path_and_line(error: BaseException, path: str | Path) -> str:

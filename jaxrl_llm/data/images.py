@@ -18,7 +18,7 @@ from urllib.parse import unquote_to_bytes
 import httpx
 import numpy as np
 
-from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.config.resolve import ConfigError, naming
 from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data.templates import is_conversational
 
@@ -275,10 +275,8 @@ def row_images(
     values = [next(taken) if value is None else value for value in ordered]
     images = []
     for index, value in enumerate(values):
-        try:
+        with naming(f"image {index}"):
             images.append(HeldImage.of(value, limits, folder))
-        except ConfigError as error:
-            raise ConfigError(f"image {index}: {error}") from error
     return made, images
 
 

@@ -6,14 +6,13 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from jaxrl_llm.config.resolve import ConfigError, failing_as
+from jaxrl_llm.config.resolve import ConfigError, failing_as, naming
 from jaxrl_llm.data import Row, cache
 from jaxrl_llm.data.formats.lookup import Example, fitting
 from jaxrl_llm.data.image_rows import ImageReader
@@ -55,7 +54,7 @@ def examples(source: DataSource, kind: str) -> Iterator[tuple[str, Example]]:
         if row is None:
             return
         location = source.location(index)
-        with _located(location):
+        with naming(location):
             made = formatted(source, row, kind)
         yield from ((location, example) for example in made)
         index += 1
@@ -119,7 +118,7 @@ def token_rows(source: DataSource, kind: str, tokenize: LimitedTokenizer, worker
                 parts = [chunk[start : start + CHUNK] for start in range(0, len(chunk), CHUNK)]
                 made = chain.from_iterable(pool.map(lambda part: [convert(located) for located in part], parts))
             for location, row in made:
-                with _located(location):
+                with naming(location):
                     limited = tokenize.apply_limit(row)
                 yield limited
 
@@ -163,7 +162,7 @@ def tokenized(spec: DataSpec, opened: Sequence[DataSource], kind: str, tokenizer
                         raise
                     log.warning("%s", error)
         made = tokenize.split(made)
-        with _located(source.name or "the data"):
+        with naming(source.name or "the data"):
             tokenize.report(len(made))
         rows += made
         counts.append(len(made))
@@ -248,7 +247,7 @@ def columns(source: DataSource) -> dict[str, Any]:
     row: Any = next(iter(source.rows), None)
     if row is None:
         raise ConfigError(f"{source.name or 'the data'} has no rows")
-    with _located(source.location(0)):
+    with naming(source.location(0)):
         return _example(source, row)
 
 
@@ -262,12 +261,3 @@ def is_learnable(kind: str, opened: Sequence[DataSource]) -> bool:
     if kind == "steps":
         return {"prompt", "completions", "labels"} <= present
     return present.issuperset(ANSWERS.get(kind, ANSWERS["pairs"]))
-
-
-@contextmanager
-def _located(location: str) -> Iterator[None]:
-    """Errors that are raised inside begin with `location`."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{location}: {error}") from error

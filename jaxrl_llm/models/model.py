@@ -249,6 +249,12 @@ def base_and_adapter(
     return described.base, path, revision or own
 
 
+def config_folder(path: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """The folder with config.json and the tokenizer of a model, or of the model that an adapter belongs to."""
+    base, _, revision = base_and_adapter(path, revision=revision)
+    return hf.locate(base, config_only=True, revision=revision)
+
+
 def copied_model(
     model: Model, mesh: Mesh, dtype: str = "auto", param_dtype: str = "float32", merge: bool = False, **overrides
 ) -> Model:

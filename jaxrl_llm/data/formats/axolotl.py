@@ -328,7 +328,7 @@ def _conversations(
     chosen, rejected = (messages_column(row, (column,), name) for column in columns)
     if len(chosen) < 2:
         raise ConfigError(
-            f"column {columns[0]!r} has {len(chosen)} message, but the format {name} takes prompt and answer"
+            f"column {columns[0]!r} has {amount(len(chosen), 'message')}, but the format {name} takes prompt and answer"
         )
     return chosen, rejected
 

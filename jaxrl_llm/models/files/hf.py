@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.resolve import naming
 from jaxrl_llm.models.families import FAMILIES, family_for, family_of, llava, rotary
 from jaxrl_llm.models.families.decoder import DTYPES, LAYER, settings
 from jaxrl_llm.models.files import quantized, remote, safetensors, text_part
@@ -216,10 +217,8 @@ def find_tokenizer(
     # transformers would ask for each file by itself, six times where the hub is out of reach: two minutes of waiting.
     patterns = {*DOWNLOADED, *EXPORTED} - {"*.safetensors", *(() if trust_remote_code else ("*.py",))}
     folder = _download(path, sorted(patterns), revision, f"{setting} =")
-    try:
+    with naming(f"cannot load the tokenizer of {setting} = {path!r}"):
         return load_tokenizer(folder, trust_remote_code)
-    except ConfigError as error:
-        raise ConfigError(f"cannot load the tokenizer of {setting} = {path!r}: {error}") from error
 
 
 def _is_generic_tokenizer(folder: Path) -> bool:

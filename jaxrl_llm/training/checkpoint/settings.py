@@ -13,7 +13,7 @@ from jaxrl_llm.config import ConfigDict, ConfigError, flat, from_json, to_json, 
 from jaxrl_llm.config.checks.values import reference_adapters
 from jaxrl_llm.config.schema import BY_NAME, IDENTITY, OF_A_START
 from jaxrl_llm.models.files import hf
-from jaxrl_llm.models.model import base_and_adapter
+from jaxrl_llm.models.model import config_folder
 from jaxrl_llm.training.setup.data import model_entries, register
 
 CONFIG = "config.json"
@@ -71,9 +71,7 @@ def as_computed(config: ConfigDict, former: ConfigDict) -> ConfigDict:
 def _has_experts(config: ConfigDict) -> bool:
     c = config.model
     register(c.register)
-    path, _, revision = base_and_adapter(c.path, revision=c.revision)
-    folder = hf.locate(path, config_only=True, revision=revision)
-    return hf.load_net(folder, model_entries(config)).config.experts > 0
+    return hf.load_net(config_folder(c.path, c.revision), model_entries(config)).config.experts > 0
 
 
 def check_changes(folder: Path, changes: Changes, accepted: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.resolve import closest
+from jaxrl_llm.config.resolve import closest, naming
 from jaxrl_llm.data import sources
 from jaxrl_llm.data.collate import columns_of
 from jaxrl_llm.data.formats.lookup import find
@@ -71,10 +71,8 @@ def read_responses(
 def _read_row(index: int, row: dict[str, Any], names: Mapping[str, str], form: Any) -> StoredResponses:
     taken = {column: row.pop(name) for column, name in names.items() if name in row}
     responses = taken.pop("responses")
-    try:
+    with naming(f"row {index} of the responses"):
         example = dict(form({"prompt": "", **row, **{COLUMNS[column]: value for column, value in taken.items()}}))
-    except ConfigError as error:
-        raise ConfigError(f"row {index} of the responses: {error}") from error
     prompt = example.pop("prompt", "")
 
     def is_response(value: Any) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigDict, ConfigError, validate
-from jaxrl_llm.config.resolve import import_file, import_module, split_options
+from jaxrl_llm.config.resolve import import_file, import_module, naming, split_options
 from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data import image_processors, loading, opening
 from jaxrl_llm.data.loading import Tokenized
@@ -16,7 +16,7 @@ from jaxrl_llm.data.splits import is_stream
 from jaxrl_llm.models import families
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.files.safetensors import read_json
-from jaxrl_llm.models.model import Model, base_and_adapter, check_ids
+from jaxrl_llm.models.model import Model, base_and_adapter, check_ids, config_folder
 from jaxrl_llm.training.packing.documents import packed_rows
 from jaxrl_llm.training.setup.agreed import check_same_rows, check_same_streams
 from jaxrl_llm.training.setup.evaluation import NamedSet, eval_sets, open_eval
@@ -68,10 +68,8 @@ def read_data(config, given: Given = NO_OBJECTS) -> RunData:
     if not held_out and config.eval.every > 0:
         without = config.copy_and_resolve_references()
         without.eval.every, without.num_epochs = -1, None
-        try:
+        with naming("there is no data to evaluate on (eval.fraction holds some out)"):
             validate(without)
-        except ConfigError as error:
-            raise ConfigError(f"there is no data to evaluate on (eval.fraction holds some out): {error}") from error
     return RunData(config, tokenizer, sources, tokens, held_out, notes)
 
 
@@ -163,8 +161,7 @@ def tokenizer_of(config, tokenizer: Any = None, model: Model | None = None) -> A
     if model is not None:
         tokenizer.image_folder = getattr(model.tokenizer, "image_folder", None)
     else:
-        path, _, revision = base_and_adapter(c.path, revision=c.revision)
-        hf.remember_images(tokenizer, hf.locate(path, revision=revision, config_only=True))
+        hf.remember_images(tokenizer, config_folder(c.path, c.revision))
     tokenizer.image_settings = getattr(model.tokenizer, "image_settings", {}) if model is not None else {}
     if options := split_options(f"_({config.data.image_processor})")[1]:
         if tokenizer.image_folder is None:

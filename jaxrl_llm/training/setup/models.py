@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.random_streams import ADAPTERS, VALUE_HEAD
 from jaxrl_llm.config import ConfigDict, ConfigError
 from jaxrl_llm.config.entries import makes_up
+from jaxrl_llm.config.resolve import naming
 from jaxrl_llm.models.adapters.lora import LoraConfig, has_adapters, parse_targets
 from jaxrl_llm.models.adapters.peft import read_config
 from jaxrl_llm.models.adapters.peft_patterns import AdapterPatterns
@@ -153,10 +154,8 @@ def build_critic(config, policy: Model, mesh: Mesh, given: Model | None = None) 
     has_path = config.critic.path is not None
     tokenizer, given = (None, None) if has_path else (policy.tokenizer, given)
     key = "critic.path" if has_path else "model.path"
-    try:
+    with naming(f"the critic, of {key} = {own.model.path!r}"):
         critic = build_model(own, mesh, "score", tokenizer, given)
-    except ConfigError as error:
-        raise ConfigError(f"the critic, of {key} = {own.model.path!r}: {error}") from error
     check_same_vocabulary(policy, critic, f"critic.path = {own.model.path!r}:")
     if critic.net.config.quantized != "none" and not has_adapters(critic.params):
         raise ConfigError(

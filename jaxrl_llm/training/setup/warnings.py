@@ -14,7 +14,7 @@ from jaxrl_llm.models.adapters.lora import has_adapters, without_adapters
 from jaxrl_llm.models.cast import in_precision
 from jaxrl_llm.models.families import rotary
 from jaxrl_llm.models.files import hf, quantized
-from jaxrl_llm.models.model import Model, base_and_adapter
+from jaxrl_llm.models.model import Model, config_folder
 from jaxrl_llm.models.quantize import BYTES
 from jaxrl_llm.training.advantages import AdvantageStep
 from jaxrl_llm.training.setup import specs
@@ -46,7 +46,7 @@ def unread_entries(config) -> list[str]:
     """A warning for entries of model.overrides without which the network is the same, and which its file has not."""
     if not (entries := model_entries(config)):
         return []
-    folder = hf.locate(base_and_adapter(config.model.path, None)[0], revision=config.model.revision, config_only=True)
+    folder = config_folder(config.model.path, config.model.revision)
     held, net = hf.read_config(folder), hf.load_net(folder, entries).config
     known = {*held, *(held.get("text_config") or {}), "bos_token_id", "eos_token_id", "pad_token_id"}
     unread = [
