@@ -137,7 +137,9 @@ def _step(config, run: Run, state: State) -> tuple[Made, State]:
     batch = run.source.next(merge_frozen(state, run.frozen), key).batch
     tokens = np.asarray(batch.inputs.tokens) if config.algorithm.name not in OFFLINE else None
     state, updates = improve(run, state, batch)
-    return Made(tokens, {name: float(value) for name, value in updates[0].items()}, jax.device_get(state.params)), state
+    # Those of the first update that has them: a critic that is trained apart makes its own before the policy's.
+    metrics = {name: float(value) for update in reversed(updates) for name, value in update.items()}
+    return Made(tokens, metrics, jax.device_get(state.params)), state
 
 
 def _variants(config, run: Run) -> Iterator[tuple[str, dict[str, Any]]]:

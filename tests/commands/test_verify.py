@@ -11,6 +11,7 @@ from jaxrl_llm.commands import verify as command
 from jaxrl_llm.commands.verify import EQUAL, Made, _compared, _of_router, _variants, verify
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
+from jaxrl_llm.training.update import Frozen, State
 
 
 @pytest.fixture
@@ -53,6 +54,17 @@ def test_parameters_that_move_without_a_gradient():
     start = {"w": np.zeros(2, np.float32)}
     found = _compared("far", start, made([3, 4], norm=0.0), made([3, 4.5], norm=0.0))
     assert found.update == "differs by 1.0e-01 of its length, the gradient's norm by 0.0e+00"
+
+
+def test_metrics_are_of_the_first_update_that_has_them(monkeypatch):
+    """A critic with minibatches of its own makes its updates before those of the policy, whose metrics they lack."""
+    made = [{"critic/grad_norm": 7.0}, {"critic/grad_norm": 8.0}, {"grad_norm": 2.0}, {"grad_norm": 3.0}]
+    monkeypatch.setattr(command, "improve", lambda run, state, batch: (state, made))
+    batch = SimpleNamespace(inputs=SimpleNamespace(tokens=np.zeros((2, 3), np.int32)))
+    source = SimpleNamespace(next=lambda state, key: SimpleNamespace(batch=batch))
+    state = State(np.int32(0), {"w": np.zeros(2, np.float32)}, ())
+    found, _ = command._step(default(), SimpleNamespace(source=source, frozen=Frozen()), state)
+    assert found.metrics == {"critic/grad_norm": 7.0, "grad_norm": 2.0}
 
 
 @pytest.mark.parametrize(
