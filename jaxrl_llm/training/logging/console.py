@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -39,23 +39,15 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) i
 class Screen:
     """Shows one run of `total` steps that starts after step `done`; `shown` names the metrics beside the bar.
 
-    `console` is standard output unless given; `clock` is in seconds.
+    `console` is standard output unless given.
     """
 
-    def __init__(
-        self,
-        shown: Sequence[str],
-        total: int,
-        done: int = 0,
-        console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, shown: Sequence[str], total: int, done: int = 0, console: Console | None = None):
         self.console = console or stdout_console()
         self.fancy = self.console.is_interactive and not self.console.is_dumb_terminal
         self.total = total
         self._shown = shown
-        self._clock = clock
-        self._began = self._clock()
+        self._began = time.monotonic()
         self._last_line = float("-inf")
         self._recent: deque[tuple[int, float]] = deque(maxlen=STEPS_FOR_SPEED + 1)  # (step, when it was over)
         self._metrics = ""
@@ -75,7 +67,7 @@ class Screen:
 
     def begin(self) -> None:
         """Starts the progress bar."""
-        self._began = self._clock()
+        self._began = time.monotonic()
         if self.fancy:
             self._progress.reset(self._task, completed=int(self._progress.tasks[0].completed))
             self._live.start()
@@ -94,7 +86,7 @@ class Screen:
         if status is None and not below and watch is not None and (phases := watch.phases[-1:]):
             status = phases[0], watch.changed
         if status is not None:
-            below = f"{status[0]}  {duration(self._clock() - status[1])}"
+            below = f"{status[0]}  {duration(time.monotonic() - status[1])}"
         return Group(self._progress, Text(below, no_wrap=True, overflow="ellipsis"))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -102,14 +94,14 @@ class Screen:
         evaluation = {name[5:]: value for name, value in metrics.items() if name.startswith("eval/")}
         if len(evaluation) < len(metrics):
             if step:  # an evaluation before the first step is none
-                self._recent.append((step, self._clock()))
+                self._recent.append((step, time.monotonic()))
             words = [f"{LABELS.get(name, name)} {show(metrics[name])}" for name in self._shown if name in metrics]
             if self.fancy:
                 self._metrics, self._status = "  ".join(words), None
                 self._progress.update(self._task, completed=step, eta=self.remaining(step))
             elif self._due(step):
-                self._last_line = self._clock()
-                elapsed = duration(self._clock() - self._began)
+                self._last_line = time.monotonic()
+                elapsed = duration(time.monotonic() - self._began)
                 words += [f"elapsed {elapsed}", f"ETA {self.remaining(step)}"]
                 self._plain("  ".join((f"step {step}/{self.total}", *words)))
         if evaluation:
@@ -126,7 +118,7 @@ class Screen:
 
     def _due(self, step: int) -> bool:
         every = max(10, self.total // 100)
-        quiet = self._clock() - self._last_line >= QUIET_SECONDS
+        quiet = time.monotonic() - self._last_line >= QUIET_SECONDS
         return step in EARLY_STEPS or step % every == 0 or step == self.total or quiet
 
     def status(self, text: str, began: float) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 
@@ -15,13 +15,12 @@ class Stopwatch:
     counted there, but are seen as signs of life.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, within: "Stopwatch | None" = None):
+    def __init__(self, within: "Stopwatch | None" = None):
         self.totals: dict[str, float] = defaultdict(float)
         self.phases: list[str] = []  # the phases that are open, the innermost last
         self.changed = time.monotonic()  # when a phase was last entered or left
         self._within = within
         self._since_take: dict[str, float] = defaultdict(float)
-        self._clock = clock
         self._inner = 0.0  # seconds of the phases inside the current one
 
     @contextmanager
@@ -30,11 +29,11 @@ class Stopwatch:
         before, self._inner = self._inner, 0.0
         self.phases.append(phase)
         self._sign_of_life()
-        start = self._clock()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            elapsed = self._clock() - start
+            elapsed = time.perf_counter() - start
             self.phases.pop()
             self._sign_of_life()
             self._since_take[phase] += elapsed - self._inner

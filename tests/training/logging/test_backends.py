@@ -304,15 +304,16 @@ def test_a_backend_down_to_the_end_is_reported():
     assert "wandb lacks 4 of the pieces" in warnings[-1]
 
 
-def test_a_hanging_backend_stops_nothing():
+def test_a_hanging_backend_stops_nothing(monkeypatch):
     release = threading.Event()
 
     class Hanging(Flaky):
         def log(self, step, metrics):
             release.wait(30)
 
+    monkeypatch.setattr(delivery, "PATIENCE", 0.05)
     warnings, start = [], time.monotonic()
-    sender = Delivery("mlflow", Hanging(), warnings.append, patience=0.05)
+    sender = Delivery("mlflow", Hanging(), warnings.append)
     for step in range(1000):
         sender.log(step, {"reward": 0.5})
     sender.close(failed=False)

@@ -151,7 +151,8 @@ def test_a_wait_is_shown_with_its_seconds(monkeypatch):
 
 def test_the_status_has_its_seconds_and_goes_with_the_next_step(monkeypatch):
     now, console = [0.0], terminal(monkeypatch)
-    screen = Screen(("loss",), 100, console=console, clock=lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    screen = Screen(("loss",), 100, console=console)
     screen.watch = Stopwatch()
     screen.begin()
     with screen.watch("evaluation"):
@@ -222,9 +223,10 @@ def test_without_console_only_warnings_are_shown(tmp_path, capsys):
     assert capsys.readouterr().err == "process 0: warning: a warning\n"
 
 
-def test_lines_are_spaced_by_steps_or_by_time():
+def test_lines_are_spaced_by_steps_or_by_time(monkeypatch):
     now, console = [0.0], pipe()
-    screen = Screen(("loss",), 5000, done=36, console=console, clock=lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    screen = Screen(("loss",), 5000, done=36, console=console)
     screen.begin()
     for step in range(37, 201):
         now[0] += 0.1 if step <= 150 else 4.0
@@ -235,9 +237,10 @@ def test_lines_are_spaced_by_steps_or_by_time():
     assert shown == [37, 50, 100, 150, *range(153, 199, 3), 200]
 
 
-def test_time_left_follows_the_last_steps():
+def test_time_left_follows_the_last_steps(monkeypatch):
     now, console = [0.0], pipe()
-    screen = Screen(("loss",), 100, console=console, clock=lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    screen = Screen(("loss",), 100, console=console)
     screen.begin()
     screen.step(0, {"eval/loss": 1.0, "time/evaluation": 3.0})
     now[0] = 300.0  # compilation

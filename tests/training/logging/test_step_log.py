@@ -27,7 +27,7 @@ def test_speed_leaves_out_compilation(tmp_path, monkeypatch):
     """100 s of a step, of which 60 s were compilation, as were 7 s before it began: 4000 tokens are 100 a second."""
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    watch = Stopwatch(lambda: now[0])
+    watch = Stopwatch()
     update = {"loss": Metric(1.0, "sum"), "grad_norm": Metric(1.0, "sum"), "nonfinite_gradient": Metric(0.0, "sum")}
     with Logger(quiet_spec(), tmp_path) as logger:
         log = StepLog(HEALTH, lambda metrics: None, watch, logger, {"num_tokens": 0, "skipped": 0})
@@ -50,7 +50,7 @@ def test_the_share_of_the_peak(tmp_path, monkeypatch):
     """2000 operations of 1000 a second, in the 10 s of an update that do not compile, or in 25 where steps overlap."""
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    watch = Stopwatch(lambda: now[0])
+    watch = Stopwatch()
     (update,) = updates_of({"loss": 1.0, "grad_norm": 1.0, "nonfinite_gradient": 0.0})
     with Logger(quiet_spec(), tmp_path) as logger:
         counts = {"num_tokens": 0, "skipped": 0}

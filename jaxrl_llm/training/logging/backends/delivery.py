@@ -26,8 +26,8 @@ class Delivery:
     metrics.jsonl has everything, whatever a backend does.
     """
 
-    def __init__(self, name: str, backend: Backend, warn: Callable[[str], None], patience: float = PATIENCE):
-        self._name, self._backend, self._warn, self._patience = name, backend, warn, patience
+    def __init__(self, name: str, backend: Backend, warn: Callable[[str], None]):
+        self._name, self._backend, self._warn = name, backend, warn
         self._queue: list[Callable[[], None]] = []  # from the trainer's thread to this one's
         self._pending: list[Callable[[], None]] = []  # of this one's alone
         self._changed = threading.Condition()
@@ -46,11 +46,11 @@ class Delivery:
         self._add(partial(self._backend.table, name, step, columns))
 
     def close(self, failed: bool) -> None:
-        """Waits `patience` seconds at most for the pending calls, and warns of those that were not sent."""
+        """Waits PATIENCE seconds at most for the pending calls, and warns of those that were not sent."""
         with self._changed:
             self._failed = failed
             self._changed.notify()
-        self._thread.join(self._patience)
+        self._thread.join(PATIENCE)
         left = len(self._queue) + len(self._pending) + self._lost
         if self._thread.is_alive():
             self._warn(f"{self._name} does not answer; the run ends without it")
