@@ -214,8 +214,12 @@ def render_chat(
             "chatml), or use plain-text prompts"
         )
     continued = add_generation_prompt and messages[-1]["role"] == "assistant"
-    # Arrow storage gives every message the keys of all others, set to None, and templates test for the key alone.
-    present = [{k: v for k, v in message.items() if v is not None or k == "content"} for message in messages]
+    # Arrow storage gives every message the keys of all others, set to None, and templates test for the key alone. Some
+    # do so for calls too: of an empty list Mistral's write a call in place of the content, and Llama 3's refuse it.
+    present = [
+        {k: v for k, v in message.items() if k == "content" or not (v is None or (k == "tool_calls" and v in ([], ())))}
+        for message in messages
+    ]
     for index, message in enumerate(present):
         # Of these many templates would make the text None.
         if message.get("content") is None and message.keys() <= BARE:

@@ -78,6 +78,19 @@ def test_keys_of_none_are_left_out(tokenizer, tokenizer_folder):
     assert text(tokenizer, render_prompt(tokenizer, [{**USER[0], "name": "x"}])) == "hinamed"
 
 
+def test_an_empty_list_of_calls_is_none(tokenizer, tokenizer_folder):
+    """Rows and clients write one beside each answer, and templates (Llama 3's, Mistral's) ask for the key alone."""
+    template = (
+        "{%- for m in messages -%}{%- if m.tool_calls is defined and m.tool_calls is not none -%}CALLS"
+        "{%- else -%}<{{ m.content }}>{%- endif -%}{%- endfor -%}"
+    )
+    tokenizer = type(tokenizer).from_pretrained(tokenizer_folder, chat_template=template)
+    answer = {"role": "assistant", "content": "4", "tool_calls": []}
+    assert render_chat(tokenizer, [*USER, answer], False) == "<hi><4>"
+    with pytest.raises(ConfigError, match="message 1, of the assistant, has no content"):
+        render_chat(tokenizer, [*USER, {**answer, "content": None}], False)
+
+
 CALLS = (
     "{%- for m in messages -%}[{{ m.role }}]{{ m.content or '' }}"
     "{%- for c in m.tool_calls or [] -%}{%- set c = c.function if c.function is defined else c -%}WRITTEN{%- endfor -%}"
