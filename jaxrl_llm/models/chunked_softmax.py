@@ -155,7 +155,7 @@ def over_chunks(function, hidden, table, count, total=None, filled: bool = False
     `columns(x)` are those columns of an array `[N,S,...]`; without a total the function has one argument. `filled`
     leaves the arrays with the columns that fill up the last chunk.
     """
-    rows, length = hidden.shape[:2]
+    rows, length = hidden.shape[0], max(hidden.shape[1], 1)  # one that is padding where rows are one token long
     shards = context_shards()  # which share the columns of a chunk
     width = min(-(-columns_at_once(rows, len(table.matrix)) // shards), -(-length // shards)) * shards
     chunks = -(-length // width)
@@ -185,7 +185,7 @@ def over_chunks(function, hidden, table, count, total=None, filled: bool = False
         left = -(-(jnp.minimum(count, length) - full * width) // part)
         carry = jax.lax.fori_loop(0, left, functools.partial(step, full * width, part), carry)
     found, total = carry
-    return (found if filled else tuple(x[:, :length] for x in found)), total
+    return (found if filled else tuple(x[:, : hidden.shape[1]] for x in found)), total
 
 
 def _numbers(logits, targets, mean_logit: bool, smoothing: float):

@@ -116,6 +116,18 @@ def test_nothing_is_predicted_on_padding_and_at_starts():
     np.testing.assert_array_equal(np.asarray(entropy) != 0, expected)
 
 
+@pytest.mark.parametrize("prompt_width", [0, 1])
+def test_rows_without_a_token_to_predict_are_zero(prompt_width):
+    """Rows of one token: there is no column for the head."""
+    net, params = net_and_params(layers=1)
+    tokens = np.ones((2, 1), int)
+    for found in score(net, params, tokens, tokens, 1.0, prompt_width):
+        np.testing.assert_array_equal(found, [[0.0], [0.0]])
+    hidden, kernel, targets = random_parts(2, 0, 8, 50)
+    for gradient in jax.grad(weighted, argnums=(0, 1))(hidden, kernel, targets):
+        np.testing.assert_array_equal(gradient, 0.0)
+
+
 def test_all_layouts_give_a_document_the_same_numbers():
     net, params = net_and_params()
     joined = np.concatenate(DOCUMENTS)[None], np.repeat(np.arange(1, 5), [len(x) for x in DOCUMENTS])[None]
