@@ -1,5 +1,6 @@
 """transformers' TrainerCallback as a callback of a run: its hooks are called with what they know of a trainer."""
 
+import math
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -169,8 +170,10 @@ class TrainerCallbackHooks:
         metrics |= {f"eval_{name.removeprefix('eval/')}": value for name, value in metrics.items()}
         self._call("on_evaluate", moment, metrics=metrics)
         assert self.args is not None
-        value, best = metrics.get(self.args.metric_for_best_model or ""), self.state.best_metric
-        if value is not None and (best is None or ((value > best) == self.args.greater_is_better and value != best)):
+        value, best = metrics.get(self.args.metric_for_best_model or "", math.nan), self.state.best_metric
+        if best is None:
+            best = -math.inf if self.args.greater_is_better else math.inf
+        if value > best if self.args.greater_is_better else value < best:  # of NaN neither
             self.state.best_metric, self.state.best_global_step = value, moment.step
         self._log(moment, metrics)
         return self._wishes(STOP, SAVE)
@@ -192,13 +195,15 @@ class TrainerCallbackHooks:
         self._call("on_train_end", moment)
 
     def get_state(self) -> dict[str, Any]:
-        """The epoch, the best metric, and the attributes that the callback exports, as transformers' own state."""
+        """The epoch, the best metric and its step, and the attributes that the callback exports, as transformers' own
+        state."""
         exported = self.callback.state() if callable(getattr(self.callback, "state", None)) else {}
-        own = {"epoch": self.state.epoch, "best_metric": self.state.best_metric}
+        own = {name: getattr(self.state, name) for name in ("epoch", "best_metric", "best_global_step")}
         return {**own, "attributes": exported.get("attributes", {})}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues from the state that `get_state` returned."""
         self.state.epoch, self.state.best_metric = state.get("epoch"), state["best_metric"]
+        self.state.best_global_step = state.get("best_global_step")
         for name, value in state["attributes"].items():
             setattr(self.callback, name, value)

@@ -163,6 +163,19 @@ def test_an_error_names_the_hook_of_transformers(tmp_path):
         callbacks("on_step", 1, {"reward": 1.0}, lambda: model)
 
 
+@pytest.mark.parametrize(("mode", "best"), [("max", (0.3, 2)), ("min", (0.1, 1))])
+def test_the_best_evaluation_is_kept_and_none_is_nan(tmp_path, mode, best):
+    config = default()
+    config.checkpoint.best, config.checkpoint.best_mode = "eval/reward", mode
+    hooks, resumed = TrainerCallbackHooks(TrainerCallback()), TrainerCallbackHooks(TrainerCallback())
+    for step, value in enumerate((float("nan"), 0.1, 0.3, float("nan"), 0.2)):
+        hooks.on_evaluate(SimpleNamespace(step=step, metrics={"eval/reward": value}, config=config))
+    hooks.on_evaluate(SimpleNamespace(step=5, metrics={"eval/other": 9.0}, config=config))
+    resumed.set_state(hooks.get_state())
+    for state in (hooks.state, resumed.state):
+        assert (state.best_metric, state.best_global_step) == best
+
+
 def test_transformers_early_stopping():
     pytest.importorskip("torch")
     from transformers import EarlyStoppingCallback
