@@ -27,6 +27,7 @@ from jaxrl_llm.models.files.hf import EMBEDDED, load_tokenizer
 from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.tools.migrate import migrate
 from jaxrl_llm.tools.migrate.documentation import page
+from jaxrl_llm.tools.migrate.shell import commands
 from jaxrl_llm.tools.migrate.table import defaults, find, names, table
 from jaxrl_llm.tools.migrate.trees import parsed
 from jaxrl_llm.training.advantages import advantage_rule
@@ -2274,6 +2275,9 @@ def test_optimizers_of_verls_engines(tmp_path):
     found, _ = optimizer(words)
     assert (found.schedule, found.warmup_init, found.schedule_steps) == ("cosine", 2e-6, 20)
     assert found.min_lr_ratio == pytest.approx(0.1)
+    found, text = optimizer(f"{words} trainer.total_training_steps=null")  # of epochs of rows that nobody has counted
+    assert found.schedule_steps == 0
+    assert "lr_decay_ratio = 0.5: set optimizer.schedule_steps to that share of the steps" in text
     found, _ = optimizer("AT.lr_scheduler_type=cosine AT.init_lr_ratio=0.1 AT.wd_incr_style=cosine")
     assert found.warmup_init == pytest.approx(1e-5)
     assert found.weight_decay_shape == "cosine"
@@ -3016,6 +3020,12 @@ srun --nodes=2 python -m verl.trainer.main_ppo actor_rollout_ref.model.path="$A"
     )
     flat = " ".join(text.split())
     assert "does not say what $(date +%s), $3 is" in flat and "Qwen3_Qwen3-0.6B" in flat and '"mine"' in flat
+
+
+def test_sums_of_a_shell_script_are_rounded_towards_zero():
+    """As bash has it, where the quotient of Python is -4 and its rest 1."""
+    (words,) = commands("echo $((-7 / 2)) $((7 / -2)) $((-7 / -2)) $((-7 % 2)) $((7 % -2)) $((1 / 0))", "run.sh")
+    assert words[1:] == ["-3", "-3", "3", "-1", "1", "$((1 / 0))"]
 
 
 def test_the_folder_of_a_shell_script(tmp_path):

@@ -55,6 +55,11 @@ def command(tmp_path, *more, estimator="group_norm", text=PPO, **said):
     return migrate("run.sh", output="config.py", **said)
 
 
+def test_fewer_rows_than_a_batch_are_known(tmp_path):
+    config, text = command(tmp_path, rows=5)
+    assert config.total_steps == 1 and config.num_epochs is None and "is not known" not in text
+
+
 def test_a_command(tmp_path):
     config, text = command(tmp_path, rows=320)
     (tmp_path / "config.py").write_text(text)

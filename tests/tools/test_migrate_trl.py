@@ -49,6 +49,7 @@ def test_every_argument_of_every_trainer_is_known():
     [
         ("load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_compute_dtype=torch.bfloat16", "nf4"),
         ("load_in_4bit=True, bnb_4bit_quant_type='fp4'", "int4"),
+        ("load_in_4bit=True", "int4"),  # fp4 is the default of bitsandbytes, nf4 that of TRL's own arguments
         ("load_in_8bit=True, llm_int8_threshold=6.0", "int8"),
     ],
 )
@@ -62,6 +63,7 @@ def test_a_trainer_that_quantises_its_model(options, quantize):
     )
     assert (config.model.quantize, config.lora.rank) == (quantize, 4)
     assert "no known key" not in text and "script runs" not in text
+    assert ("nf4' loses less" in " ".join(text.split())) == (quantize == "int4")
 
 
 def test_a_quantisation_that_is_made_when_the_script_runs():

@@ -76,7 +76,8 @@ def convert(source: Source, options: Options) -> Draft:
         draft.values.setdefault("batch.prompts", OURS["batch.prompts"].default)
         draft.origins.setdefault("batch.prompts", "")
         rows = shared.known_rows(options, draft.values["data.path"], "train")
-        shared.epochs(draft, rows // draft.values["batch.prompts"], 1, "passes over the data set")
+        per_epoch = shared.full_batches(rows, draft.values["batch.prompts"])
+        shared.epochs(draft, per_epoch, 1, "passes over the data set")
         draft.origins["total_steps"] = "one pass over the data set"
     return draft
 

@@ -24,7 +24,6 @@ ABSENT = {
     "algo.reward_shaping.stop_properly_penalty_coef": (
         None, "algorithm.missing_eos_penalty subtracts from the reward of a completion that did not end"
     ),
-    "algo.preference_average_log_probs": (False, "dpo takes sums of log-probs here"),
     "algo.stop_at_validation_metric": (None, "a run ends with its steps; early_stopping is one of the callbacks"),
     "policy.draft.enabled": (False, "no drafter is trained"),
     "on_policy_distillation.enabled": (False, "teachers by the names of agents; teacher.path is one teacher"),
@@ -89,14 +88,14 @@ def convert(source: Source, options: Options) -> Draft:
     elif trainer == "dpo":
         draft.take("algorithm.beta", "algo.reference_policy_kl_penalty")
         likely, weight = float(draft.get("algo.sft_loss_weight")), float(draft.get("algo.preference_loss_weight"))
-        draft.set("algorithm.loss", "dpo+sft" if likely else "dpo", "algo.sft_loss_weight")
+        kind = "sigmoid_norm" if draft.get(key := "algo.preference_average_log_probs") else "dpo"
+        draft.set("algorithm.loss", f"{kind}+sft" if likely else kind, key, "algo.sft_loss_weight")
         draft.set("algorithm.loss_weights", (weight, likely) if likely else None, "algo.preference_loss_weight")
         if weight != 1 and not likely:
             draft.check(f"dpo.preference_loss_weight = {weight:g} has no part in a loss of one term: it is 1 here")
         if likely:
-            draft.check(
-                "sft_loss_weight weighs a mean of log-probs over tokens here, and sums of them there, by default"
-            )
+            there = "completions' means" if draft.get("algo.sft_average_log_probs") else "completions' sums"
+            draft.check(f"sft_loss_weight weighs a mean over tokens here, and a mean of {there} there")
         draft.use("algo.preference_loss_weight", "algo.sft_average_log_probs")
     for key, (harmless, why) in ABSENT.items():
         if draft.get(key) not in (None, harmless):
@@ -453,7 +452,7 @@ def _length(draft: Draft, options: Options) -> None:
         epochs = math.inf if draft.values["algorithm.name"] == "ppo" else 1.0
     rows = shared.known_rows(options, draft.values["data.path"], draft.values.get("data.split", "train"))
     rows -= int(rows * draft.values.get("eval.fraction", 0.0))
-    per_epoch = rows // draft.values["batch.prompts"]
+    per_epoch = shared.full_batches(rows, draft.values["batch.prompts"])
     if math.isfinite(epochs) and ((rows and (most < 0 or per_epoch * epochs < most)) or not 0 < most < 100_000):
         shared.epochs(draft, per_epoch, epochs, "algo.max_num_epochs")
     else:
@@ -519,6 +518,10 @@ def _rate(draft: Draft, section: str, ours: str) -> None:
             warm = int(inner.get("total_iters", 5))
             put("warmup_steps", min(math.ceil(warm / passes), total), key)
             put("warmup_init", rate * float(inner.get("start_factor", 1 / 3)), key)
+        elif name == "LinearLR":
+            put("schedule", "linear", key)
+            put("schedule_steps", shared.divided(warm + int(inner.get("total_iters", 5)), passes), key)
+            put("min_lr_ratio", float(inner.get("end_factor", 1.0)), key)
         elif name == "CosineAnnealingLR":
             put("schedule", "cosine", key)
             put("schedule_steps", shared.divided(warm + int(inner["T_max"]), passes), key)

@@ -66,7 +66,7 @@ def convert(source: Source, options: Options) -> Draft:
             draft.take("eval.samples", "eval.n_samples_per_prompt")
             draft.set("eval.greedy", False, "eval.n_samples_per_prompt")
     rows = shared.known_rows(options, draft.values.get("data.path"), draft.values.get("data.split", "train"))
-    per_epoch = rows // draft.values["batch.prompts"]  # 0 where the rows are not known
+    per_epoch = shared.full_batches(rows, draft.values["batch.prompts"])
     epochs = "train.num_episodes" if trainer == "ppo" else "train.max_epochs"
     shared.epochs(draft, per_epoch, float(draft.get(epochs)), epochs)
     _rate(draft)

@@ -235,7 +235,8 @@ class Script(Values):
         made = self.lookup(node) if isinstance(node, ast.Name) else node
         called = call_name(made) if isinstance(made, ast.Call) else ""
         if isinstance(made, ast.Call) and called == "BitsAndBytesConfig":
-            return self.arguments(made, [])
+            given = self.arguments(made, [])
+            return ({"bnb_4bit_quant_type": "fp4"} if "load_in_4bit" in given else {}) | given  # its own default
         if called in AS_STORED:
             self.note(IN_FEW_BITS)
         elif ast.unparse(node) != "None" and not self.parsed:

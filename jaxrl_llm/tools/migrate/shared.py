@@ -72,6 +72,12 @@ def unknown_rows(draft: Draft) -> tuple[str, str]:
     return "the number of rows is not known", ", or add --rows=N"
 
 
+def full_batches(rows: int, batch: int) -> int:
+    """Return the steps of a pass over the rows that leaves out a last batch that is not full, at least one; 0 where
+    the number of rows is not known, which is 0."""
+    return max(1, rows // batch) if rows else 0
+
+
 def epochs(draft: Draft, per_epoch: int, count: float, key: str) -> None:
     """Set the steps of so many epochs of `per_epoch` steps each, or the epochs where the rows are unknown."""
     if per_epoch:
@@ -227,8 +233,10 @@ def arguments(draft: Draft, key: str) -> dict[str, Any]:
 
 def betas(draft: Draft, key: str, section: str = "optimizer") -> None:
     """Set Adam's two decay rates from a pair."""
+    pair = draft.get(key)
+    pair = pair.strip("[]()").split(",") if isinstance(pair, str) else pair  # quoted once more within a variable
     for index, ours in enumerate((f"{section}.b1", f"{section}.b2")):
-        draft.set(ours, float(draft.get(key)[index]), key)
+        draft.set(ours, float(pair[index]), key)
 
 
 def backends(draft: Draft, trackers: Any, key: str) -> None:

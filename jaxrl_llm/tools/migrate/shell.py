@@ -2,7 +2,6 @@
 
 import ast
 import fnmatch
-import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,12 @@ ASSIGNED = re.compile(r"(\w+)\+?=(.*)", re.DOTALL)
 OPERATION = re.compile(r":?[-=+?]|##?|%%?|//?|\^\^|,,|:")
 # Words before a command, or before an assignment.
 PREFIXES = re.compile(r"if|then|else|elif|do|while|until|!|time|\{|export|local|declare|readonly|typeset|-[axrg]")
-SUMS = ARITHMETIC | {ast.Div: operator.floordiv}  # of integers; awk has those of ARITHMETIC
+# Of integers, which the shell rounds towards zero; awk has those of ARITHMETIC.
+SUMS = {
+    **ARITHMETIC,
+    ast.Div: lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
+    ast.Mod: lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1),
+}
 AWK = re.compile(r'\s*BEGIN\s*\{\s*(?:print|printf\s*"([^"]*)"\s*,)\s*([^;{}"]+?)\s*;?\s*\}\s*')
 
 

@@ -129,8 +129,14 @@ def model(draft: Draft) -> None:
         draft.set("mesh.fsdp", -1, *sharded)
         draft.set("mesh.data", 1, *sharded)
     if draft.get("load_in_4bit"):
-        kind = "nf4" if (draft.get("bnb_4bit_quant_type") or "nf4") == "nf4" else "int4"
-        draft.set("model.quantize", kind, "load_in_4bit", "bnb_4bit_quant_type")
+        kind = draft.first("bnb_4bit_quant_type", default="nf4")
+        shared.check_known(draft.named("bnb_4bit_quant_type"), kind, ("nf4", "fp4"))
+        draft.set("model.quantize", "nf4" if kind == "nf4" else "int4", "load_in_4bit", "bnb_4bit_quant_type")
+        if kind == "fp4":
+            draft.check(
+                "bnb_4bit_quant_type is fp4, as of a BitsAndBytesConfig by default: its levels are not here, and "
+                "model.quantize = 'int4' is written; 'nf4' loses less, and is the type of QLoRA"
+            )
     elif draft.get("load_in_8bit"):
         draft.set("model.quantize", "int8", "load_in_8bit")
     if makes_up(draft.values.get("lora.init", "")):  # PEFT quantises by itself, to numbers of four bits

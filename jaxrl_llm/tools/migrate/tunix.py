@@ -216,7 +216,7 @@ def _length(draft: Draft, options: Options, online: bool, updates: int) -> None:
                 f"{draft.named('training.max_steps')} is not set: Tunix makes one update for each batch of {whole} "
                 f"prompts, and so ends after a share of {part:.3g} of the rows. So does the run here"
             )
-        shared.epochs(draft, rows // prompts, epochs * part, keys[2])
+        shared.epochs(draft, shared.full_batches(rows, prompts), epochs * part, keys[2])
     draft.use(*keys)
 
 

@@ -12,7 +12,7 @@ def trainer(draft: Draft, options: Options) -> None:
         rows = shared.known_rows(options, draft.get("data.train_files"), "train")
         most = int(draft.get("data.train_max_samples") or -1)
         rows = min(rows, most) if most > 0 else rows
-        per_epoch = max(1, rows // draft.values["batch.prompts"]) if rows else 0
+        per_epoch = shared.full_batches(rows, draft.values["batch.prompts"])
         shared.epochs(draft, per_epoch, float(draft.get("trainer.total_epochs")), "trainer.total_epochs")
     names = ("trainer.project_name", "trainer.experiment_name")
     folder = draft.get("trainer.default_local_dir") or "/".join(
@@ -92,9 +92,13 @@ def learning_rate(draft: Draft, at: str) -> None:
     elif end > 0 and shapes[at] != "constant":
         draft.set("optimizer.schedule_steps", end, f"{at}.lr_decay_steps")
     if (share := float(draft.get(f"{at}.lr_decay_ratio") or 1)) < 1:
-        draft.set("optimizer.schedule_steps", int(share * draft.values.get("total_steps", 0)), f"{at}.lr_decay_ratio")
-        if "total_steps" not in draft.values:
-            draft.check(f"{at}.lr_decay_ratio = {share}: optimizer.schedule_steps is that share of all steps")
+        if "num_epochs" in draft.values:
+            draft.check(
+                f"{at}.lr_decay_ratio = {share:g}: set optimizer.schedule_steps to that share of the steps, which only "
+                "the run knows; as it is written, the learning rate falls to the end of the run"
+            )
+        else:
+            draft.set("optimizer.schedule_steps", int(share * draft.values["total_steps"]), f"{at}.lr_decay_ratio")
     steps = draft.get(f"{at}.lr_warmup_steps")
     ratios = [f"{at}.lr_warmup_steps_ratio", f"{at}.warmup_steps_ratio"]
     ratio = next((draft.settings[key] for key in ratios if draft.sets(key)), draft.get(ratios[0]))

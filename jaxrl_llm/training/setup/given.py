@@ -194,7 +194,10 @@ def lora_settings(peft_config: Any) -> dict[str, Any]:
 
 
 def _quantize(quantization_config: Any) -> str:
-    """The `model.quantize` that transformers' BitsAndBytesConfig, or a dictionary of its fields, stands for."""
+    """The `model.quantize` that transformers' BitsAndBytesConfig, or a dictionary of its fields, stands for.
+
+    Its type of four bits is fp4 where it names none, which becomes int4.
+    """
     names = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type")
     is_mapping = isinstance(quantization_config, Mapping)
     fields = quantization_config if is_mapping else {name: getattr(quantization_config, name, None) for name in names}
