@@ -1,12 +1,17 @@
 """HTTP requests with a limit on their whole time, and on the size of a reply."""
 
 import asyncio
+import contextlib
 import os
+import re
 import ssl
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from urllib.parse import SplitResult, urlsplit
 
 from jaxrl_llm.config.background import EventLoop
+from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.config.secrets import masked
 
 
 class Reply(NamedTuple):
@@ -26,6 +31,20 @@ class Reply(NamedTuple):
 def json_headers(key: str | None) -> dict[str, str]:
     """The headers of a request with a JSON body, with the key where there is one."""
     return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+
+
+def http_address(name: str, url: Any) -> SplitResult:
+    """The parts of a url; raises ConfigError, with the `name` of the url, for one that requests cannot be sent to."""
+    with contextlib.suppress(AttributeError, TypeError, ValueError):
+        address = urlsplit(url)
+        # To read the port raises ValueError where it is no number up to 65535.
+        has_host = re.fullmatch(r"\S+", address.hostname or "") and address.port != 0
+        if has_host and address.scheme in ("http", "https"):
+            return address
+    raise ConfigError(
+        f"{name} is {masked(url)!r}; it starts with http:// or https://, names a host and maybe a port, and ends in "
+        "/v1: http://localhost:8000/v1"
+    )
 
 
 class RequestError(Exception):

@@ -23,6 +23,7 @@ from jaxrl_llm.config.http_client import (
     Reply,
     RequestError,
     UnreachableError,
+    http_address,
     json_headers,
 )
 from jaxrl_llm.environments.protocol import EpisodeError
@@ -83,6 +84,7 @@ def server(
     out, or says that they are at another temperature, or nothing of it, where the temperature is not 1; and where it
     cannot keep to what the run samples by.
     """
+    http_address("url of server(...)", url)
     if vllm and not weights:
         raise ConfigError("server(vllm=True) has no weights; it takes the folder that vLLM was started on")
     if not weights and (weights_dtype or full_every != 1 or local_checkpoint):

@@ -20,9 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
-from jaxrl_llm.config.http_client import HttpClient, RequestError, TooLargeError, json_headers
+from jaxrl_llm.config.http_client import HttpClient, RequestError, TooLargeError, http_address, json_headers
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.rewards.replies import ReplyError
@@ -114,8 +114,7 @@ class Endpoint:
     gather = staticmethod(asyncio.gather)
 
     def __init__(self, spec: EndpointSpec):
-        if spec.url is None or not spec.url.startswith(("http://", "https://")):
-            raise ConfigError(f"the judge's url is {spec.url!r}; it starts with http:// or https:// and ends in /v1")
+        address = http_address("the judge's url", spec.url)
         if spec.key != DEFAULT_KEY and spec.key not in os.environ:
             raise ConfigError(f"the judge's key is in the environment variable {spec.key}, which is not set; export it")
         for name, least in LEAST.items():
@@ -124,7 +123,6 @@ class Endpoint:
                 kind = "whole number" if least == 1 else "number"
                 raise ConfigError(f"the judge's {name} is {value!r}; it is a {kind} of at least {least:g}")
         self.spec = spec
-        address = urlsplit(spec.url)
         path = address.path.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self.url = address._replace(path=path).geturl()
         known = [address.username, address.password, *(value for _, value in parse_qsl(address.query))]

@@ -542,7 +542,11 @@ def test_processes_share_the_cache(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": "localhost:8000"}, "it starts with http:// or https://"),
+        *(
+            ({"url": url}, f"the judge's url is {url!r}; it starts with http:// or https://, names a host")
+            for url in ("localhost:8000", 8000, "http:///v1", "http://[::1/v1", "http://h:port", "http://a b/v1")
+        ),
+        ({"url": "http://me:secret@h:99999/v1"}, "the judge's url is 'http://***@h:99999/v1'; it starts with"),
         ({"template": "missing.txt"}, "the judge's template is 'missing.txt', but there is no such file"),
         ({"template": "{{ prompt"}, "the judge's template, line 1"),
         ({"on_failure": "skip"}, "on_failure of the judge 'judge' is 'skip'; it is stop, none or a number"),

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.http_client import HttpClient, RequestError, json_headers
+from jaxrl_llm.config.http_client import HttpClient, RequestError, http_address, json_headers
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import local_rows, rows_to_global
@@ -38,13 +38,16 @@ class Server:
     """The endpoint of a served teacher.
 
     url ends in /v1. timeout: seconds for each request, to the reply's last byte. api_key: environment variable with the
-    key, if there is one.
+    key, if there is one. Raises ConfigError for a url that is none.
     """
 
     url: str
     model: str
     timeout: float = 120.0
     api_key: str = "OPENAI_API_KEY"
+
+    def __post_init__(self) -> None:
+        http_address("the url of a served teacher", self.url)
 
 
 @dataclasses.dataclass(frozen=True)
