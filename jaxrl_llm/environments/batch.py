@@ -70,7 +70,7 @@ class EpisodeBatch:
             for role in ("user", "tool") if any(environments.schemas.values()) else ("user",):
                 tokenizer.check_turns(role)
         rows = [example for example in examples for _ in range(group_size)]
-        episodes = [environments.acquire(row) for row in rows]
+        episodes = environments.acquire(rows)
         resets = {i: partial(episode.reset, row) for i, (episode, row) in enumerate(zip(episodes, rows, strict=True))}
         results = environments.pool.run(resets)
         for i, result in sorted(results.items()):

@@ -10,7 +10,7 @@ from typing import Any
 from jaxrl_llm.config.resolve import closest, naming, resolve_with_options
 from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.environments.agents import Agents, AgentSpec
-from jaxrl_llm.environments.call_pool import CallPool
+from jaxrl_llm.environments.call_pool import CallPool, CallResult
 from jaxrl_llm.environments.episode import Episode, Row
 from jaxrl_llm.environments.games import SmallestOfEach, SortThenSmallest
 from jaxrl_llm.environments.openenv import OpenEnv
@@ -25,6 +25,7 @@ BUILT_IN = {
     "verifiers": Verifiers,
 }
 Factory = Callable[[], Any]
+MISSING = object()  # in the place of an environment that is not there yet
 CLOSE_SECONDS = 10.0  # for an environment that has failed to close, where environment.timeout is not less
 COLUMN = "environment"  # names the environment of a row where there are several
 
@@ -88,8 +89,8 @@ class Environments:
         self.made: dict[int, Any] = {}  # by identity, those that are not closed, also while an episode has them
         self.schemas: dict[str | None, list[dict[str, Any]]] = {}
         try:
-            for name in self.factories:  # made now, so that mistakes show before anything is sampled
-                made = self._make(name)
+            # Made now, so that mistakes show before anything is sampled.
+            for name, made in zip(self.factories, self._make([*self.factories]), strict=True):
                 self.schemas[name] = tool_schemas(self._tools(made).values())
                 if made is not None:
                     self.idle[name].append(made)
@@ -97,16 +98,24 @@ class Environments:
             self.close()
             raise
 
-    def acquire(self, row: Row) -> Episode:
-        """An episode for a row. Raises EpisodeError for an environment that does not exist, or cannot be made."""
-        name = self.name(row)
-        try:
-            environment = self.idle[name].pop()  # at once, as agents ask from several threads
-        except IndexError:
-            environment = self._make(name)
-        title = "the tools" if environment is None else type(environment).__name__
-        tools, limits = self._tools(environment), (self.spec.max_turns, self.spec.max_tool_calls)
-        return Episode(environment, tools, title, *limits, self.schemas[name])
+    def acquire(self, rows: Sequence[Row]) -> list[Episode]:
+        """Episodes for rows; of the environments that are missing `workers` are made at once.
+
+        Raises EpisodeError for an environment that does not exist, or cannot be made within `timeout` seconds.
+        """
+        names, environments = [self.name(row) for row in rows], list[Any]()
+        for name in names:
+            try:
+                environments.append(self.idle[name].pop())  # at once, as agents ask from several threads
+            except IndexError:
+                environments.append(MISSING)
+        new = iter(self._make([name for name, x in zip(names, environments, strict=True) if x is MISSING]))
+        episodes, limits = [], (self.spec.max_turns, self.spec.max_tool_calls)
+        for name, environment in zip(names, environments, strict=True):
+            environment = next(new) if environment is MISSING else environment
+            title = "the tools" if environment is None else type(environment).__name__
+            episodes.append(Episode(environment, self._tools(environment), title, *limits, self.schemas[name]))
+        return episodes
 
     def release(self, rows: Sequence[Row], episodes: Sequence[Episode]) -> None:
         """Keep the environments of episodes that are over; those that failed are closed instead.
@@ -148,10 +157,29 @@ class Environments:
         self.idle.clear()
         self.pool.close()
 
-    def _make(self, name: str | None) -> Any:
-        factory = self.factories[name]
-        if factory is None:
-            return None
+    def _make(self, names: Sequence[str | None]) -> list[Any]:
+        """New environments by name; None where there are only tools."""
+        factories = [self.factories[name] for name in names]
+        calls = {
+            number: partial(self._new, name, factory)
+            for number, (name, factory) in enumerate(zip(names, factories, strict=True))
+            if factory is not None
+        }
+        # In a pool of its own, as agents ask from several threads.
+        results, made = CallPool(self.spec.workers, self.spec.timeout).run(calls), list[Any]()
+        for number, (name, factory) in enumerate(zip(names, factories, strict=True)):
+            result = results.get(number, CallResult(number))
+            if result.timed_out:
+                raise EpisodeError(
+                    f"making the environment {name or name_of(factory)!r} took more than environment.timeout = "
+                    f"{self.spec.timeout:g} s: raise it, or do what takes long once for all of them"
+                )
+            if result.error is not None:
+                raise result.error
+            made.append(result.result)
+        return made
+
+    def _new(self, name: str | None, factory: Factory) -> Any:
         title = name or name_of(factory)
         try:
             with contained():

@@ -259,7 +259,7 @@ def test_tools_that_return_images(play):
     assert roles == [["assistant", "tool", "assistant"]] * 8
     # Of the engine's own episodes the same tool is refused by name, and its other results are what they were.
     environments = Environments(EnvironmentSpec(None, (draw,)))
-    episode = environments.acquire({})
+    (episode,) = environments.acquire([{}])
     call = '<tool_call>{"name": "draw", "arguments": {"what": "%s"}}</tool_call>'
     assert episode.respond(call % "numbers", call % "numbers").step.observation[0]["content"] == "[1, 2]"
     observed = episode.respond(call % "alone", call % "alone").step.observation

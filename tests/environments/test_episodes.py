@@ -256,6 +256,26 @@ def test_on_error_stop(tokenizer):
         play(tokenizer, environments, [row], [["sleep"]])
 
 
+def test_environments_are_made_at_once_and_within_the_time_limit():
+    count, meeting = iter(range(9)), threading.Barrier(3)
+
+    class Slow(Guess):
+        def __init__(self):
+            super().__init__()
+            self.number = next(count)
+            if 1 <= self.number <= 3:
+                meeting.wait(10.0)  # one of them alone would wait in vain
+            elif self.number > 3:
+                time.sleep(1.0)
+
+    environments = environments_of(Slow, timeout=0.5)
+    episodes = environments.acquire([{}] * 4)
+    assert episodes[0].environment.number == 0 and len({episode.environment.number for episode in episodes}) == 4
+    with pytest.raises(EpisodeError, match=r"making the environment 'Slow' took more than environment.timeout = 0.5 s"):
+        environments.acquire([{}])
+    environments.close()
+
+
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
 def test_observations_that_are_no_unicode(tokenizer, chat):
     """Half of a surrogate pair ends its row as a step that raises does, with a reason that can be written."""
@@ -375,7 +395,7 @@ def test_functions_of_a_turn_run_together_and_methods_in_turn():
             busy.release()
             return f"bought {what}"
 
-    episode = environments_of(Shop, [meet]).acquire({})
+    (episode,) = environments_of(Shop, [meet]).acquire([{}])
     calls = [call("buy", what="a"), call("meet", a=1), call("buy", what="b"), call("meet", a=2), call("buy", what="c")]
     turn = episode.respond("", "".join(calls))
     said = [message["content"] for message in turn.step.observation]
@@ -685,8 +705,8 @@ def test_names_in_the_configuration(tmp_path):
     config = default()
     config.environment.name = f"{tmp_path / 'mine.py'}:BOTH"
     environments = load_environments(environment_spec(config))
-    assert environments.acquire({"environment": "b"}).environment.first == 0.2
+    assert environments.acquire([{"environment": "b"}])[0].environment.first == 0.2
     config.environment.name = "sort_then_smallest(first=0.3)"
-    assert load_environments(environment_spec(config)).acquire({}).environment.first == 0.3
+    assert load_environments(environment_spec(config)).acquire([{}])[0].environment.first == 0.3
     config.environment.name = None
     assert load_environments(environment_spec(config)) is None

@@ -50,7 +50,7 @@ def mine(tmp_path, monkeypatch):
 
 def play(environments, row, turns, marks=""):
     """(observations, reward) of a row; `marks` are special tokens, which the text of a turn has not."""
-    episode, pool = environments.acquire(row), environments.pool
+    (episode,), pool = environments.acquire([row]), environments.pool
     opening = pool.run({0: lambda: episode.reset(row)})[0]
     assert opening.error is None and opening.result is None
     observations = []

@@ -49,7 +49,7 @@ class EpisodeAgent:
         It is None where `get_reward` gives none. Raises EpisodeError: a call of the environment that raises or is late,
         a prompt or an observation that cannot be shown, or a request that the session refuses.
         """
-        episode = self.environments.acquire(task)
+        (episode,) = self.environments.acquire([task])
 
         def post(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
             content = json.dumps(body).encode()
