@@ -2,10 +2,12 @@
 
 A phase of a step (rollout, reward, update, checkpoint, ...) that takes longer than `watch.hang_seconds` counts as a
 hang: a reward function without end, a collective that another process never joins, a file system that does not answer.
+A model that is being written may take longer, as long as its files grow.
 The main thread may sit in a C call that never returns, so nothing is raised: the process writes all Python stacks and
 ends with exit code 1. Checkpoints are atomic, so the last one is intact, and the same command goes on from it.
 """
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -16,11 +18,13 @@ from pathlib import Path
 import jax
 
 from jaxrl_llm.distributed import processes
+from jaxrl_llm.models.files.hf import STEPS
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
 
 EXIT_CODE = 1
 UPLOAD = "upload"  # the phase that may take any time: hours of a large model, and what sends it has limits of its own
 STDERR = 2  # the file descriptor: sys.stderr may have been replaced
+PARTIAL = ".*.partial-*"  # the folder of a model that is being written
 MARGIN = 10.0  # seconds by which the timer in C, which cannot name the phase, comes later
 
 
@@ -40,6 +44,7 @@ class Watchdog:
         self.path = folder / f"stacks{of}.txt"
         self._seconds = seconds
         self._watch = watch
+        self._folder, self._written = folder, 0  # bytes of the models that are being written there
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._patrol, name="watchdog", daemon=True)
 
@@ -60,8 +65,18 @@ class Watchdog:
         while not self._finished.wait(pause):
             # Set anew each time: it fires only when this thread no longer runs.
             faulthandler.dump_traceback_later(self._seconds + MARGIN, exit=True, file=STDERR)
+            if (written := self._bytes_written()) != self._written:
+                self._written, self._watch.changed = written, time.monotonic()
             if self._watch.phases[-1:] != [UPLOAD] and time.monotonic() - self._watch.changed > self._seconds:
                 self._end()
+
+    def _bytes_written(self) -> int:
+        """The bytes of models in the run's folder that are not complete (`hf.replacing`)."""
+        total = 0
+        with contextlib.suppress(OSError):  # one is complete by now, or the file system does not answer
+            for pattern in (f"{PARTIAL}/*", f"{STEPS}/{PARTIAL}/*"):
+                total += sum(path.stat().st_size for path in self._folder.glob(pattern))
+        return total
 
     def _end(self) -> None:
         phase = self._watch.phases[-1] if self._watch.phases else "the time between phases"
