@@ -2278,6 +2278,9 @@ def test_optimizers_of_verls_engines(tmp_path):
     found, text = optimizer(f"{words} trainer.total_training_steps=null")  # of epochs of rows that nobody has counted
     assert found.schedule_steps == 0
     assert "lr_decay_ratio = 0.5: set optimizer.schedule_steps to that share of the steps" in text
+    for pair in ("[0.8,0.9]", "\"'[0.8,0.9]'\""):  # also quoted once more, within the words of a variable
+        found, _ = optimizer(f"AT.betas={pair}")
+        assert (found.b1, found.b2) == (0.8, 0.9)
     found, _ = optimizer("AT.lr_scheduler_type=cosine AT.init_lr_ratio=0.1 AT.wd_incr_style=cosine")
     assert found.warmup_init == pytest.approx(1e-5)
     assert found.weight_decay_shape == "cosine"
@@ -3509,6 +3512,8 @@ def test_a_mixture_of_verl_is_rewarded_by_data_source(tmp_path):
     columns = {"answer": ["4", "4"], "data_source": ["openai/gsm8k", "math"]}
     got = load_rewards(config.rewards.functions[0])(["p"] * 2, ["#### 4", "\\boxed{4}"], [[1]] * 2, columns)
     assert got.tolist() == [[1.0], [1.0]]
+    _, text = migrate(tmp_path / "run.sh", output=tmp_path / f"{'long' * 20}.py")  # of no key, and of several lines
+    assert "\n    config.rewards.functions = (\n" in text and "    # \n" not in text
 
 
 @pytest.mark.slow

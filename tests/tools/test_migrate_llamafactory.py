@@ -47,6 +47,10 @@ INFO = {
         "file_name": "ratings.json", "formatting": "sharegpt", "columns": {"messages": "turns", "kto_tag": "liked"},
         "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
     },
+    "calls": {
+        "file_name": "calls.json", "formatting": "sharegpt",
+        "columns": {"messages": "turns", "tools": "functions", "images": "pictures"},
+    },
 }  # fmt: skip
 USER, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
 
@@ -117,6 +121,7 @@ def test_other_rows_and_stages():
         "label": True,
     }
     assert config.algorithm.loss == "kto(desirable_weight=0.5)"
+    assert config.data.shuffle and not made("kto", "ratings", "disable_shuffling: true")[0].data.shuffle
     config, _, names = made("dpo", "pairs", "finetuning_type: full\npref_ftx: 0.3\ndeepspeed: z3.json")
     row = names["pairs"]({"turns": [USER], "good": GPT, "bad": {"from": "gpt", "value": "b"}})
     assert row["chosen"] == [{"role": "assistant", "content": "a"}] and row["prompt"][0]["content"] == "q"
@@ -129,6 +134,25 @@ def test_other_rows_and_stages():
     assert names["questions"]({"instruction": "text"}) == {"text": "text"}
     assert (config.data.loss_on, config.data.packing, config.eval.fraction) == ("all", True, 0.1)
     assert config.logging.backends == ("console", "jsonl", "swanlab")
+
+
+def test_rows_with_calls_of_tools_and_images():
+    _, _, names = made(dataset="calls")
+    call, tool = {"name": "add", "arguments": {"a": 1}}, {"name": "add", "parameters": {"type": "object"}}
+    turns = [USER, {"from": "function_call", "value": json.dumps(call)}, {"from": "observation", "value": "2"}, GPT]
+    row = {"turns": turns, "functions": json.dumps([tool]), "pictures": ["a.png"]}
+    asked = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+    assert names["calls"](row) == {
+        "messages": [
+            {"role": "user", "content": "q"}, asked, {"role": "tool", "content": "2"},
+            {"role": "assistant", "content": "a"},
+        ],
+        "tools": [{"type": "function", "function": tool}],
+        "images": ["a.png"],
+    }  # fmt: skip
+    assert names["calls"]({**row, "turns": [USER, GPT], "functions": ""})["tools"] == []
+    several = {"from": "function_call", "value": json.dumps([call, call])}
+    assert len(names["calls"]({**row, "turns": [USER, several]})["messages"][1]["tool_calls"]) == 2
 
 
 def test_rows_that_val_size_holds_out(tmp_path):

@@ -95,6 +95,26 @@ def test_a_command_and_the_files_that_it_builds_on(tmp_path):
     assert (yaml.batch.minibatches, yaml.rollout.top_k) == (2, 40)
 
 
+def test_a_value_takes_the_place_of_what_it_overrides(tmp_path):
+    """A null of a section, a section of a null, and a list of a list."""
+    (tmp_path / "middle.yaml").write_text(CHILD + "data: {validation: {dataset_name: gsm8k, split: test}}\n")
+    child = "defaults: middle.yaml\ndata: {validation: null, train: {split_validation_size: 0}}\n"
+    scheduler = """policy: {scheduler: [
+      {name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, total_iters: 20}},
+      {name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 1.0, end_factor: 0.25, total_iters: 150}}]}
+    """
+    (tmp_path / "child.yaml").write_text(child + scheduler)
+    config, _ = migrate("child.yaml", output="config.py")
+    assert config.eval.every == -1 and config.data.eval_path is None
+    optimizer = config.optimizer
+    assert (optimizer.schedule, optimizer.warmup_steps, optimizer.schedule_steps) == ("linear", 20, 170)
+    assert optimizer.min_lr_ratio == 0.25
+    again = "defaults: child.yaml\ndata: {validation: {dataset_name: gsm8k, split: test}}\n"
+    (tmp_path / "again.yaml").write_text(again)
+    config, _ = migrate("again.yaml", output="config.py")
+    assert (config.data.eval_path, config.data.eval_split, config.eval.every) == ("openai/gsm8k", "test", 20)
+
+
 def test_an_epoch_has_the_rows_of_its_split(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"input": "q", "output": "a"}\n' * 640)
     config, _ = command(tmp_path, "data.train.data_path=rows.jsonl", "'data.train.split=train[:64]'")
@@ -260,6 +280,8 @@ def test_other_algorithms(tmp_path):
     assert (config.algorithm.name, config.algorithm.loss, config.algorithm.beta) == ("preference", "dpo+sft", 0.1)
     assert (config.algorithm.loss_weights, config.batch.prompts) == ((1.0, 0.5), 16)
     assert (config.batch.microbatch_rows, config.optimizer.eps, config.optimizer.warmup_steps) == (4, 1e-5, 20)
+    config, text = offline(tmp_path, "dpo", "preference_average_log_probs: true, sft_loss_weight: 0.5,")
+    assert config.algorithm.loss == "sigmoid_norm+sft" and "no equivalent" not in text
     config, _ = offline(tmp_path, "sft")
     assert (config.algorithm.name, config.data.max_length, config.total_steps) == ("sft", 64, 30)
     config, _ = offline(tmp_path, "rm")

@@ -334,7 +334,7 @@ def _assignment(name: str, value: Any, origin: str) -> list[str]:
                 items += ["        {", *pairs, "        },"]
             else:
                 items.append(written)
-        return [f"    {comment}", f"    config.{name} = (", *items, "    )"]
+        return [*([f"    {comment}"] if origin else ()), f"    config.{name} = (", *items, "    )"]
     if not origin:
         return [line]
     if len(line) + len(comment) + 2 <= 120:

@@ -13,8 +13,13 @@ from jaxrl_llm.tools.migrate.table import defaults, rules
 
 RULES = rules("llamafactory")
 COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
-TAGS = {"role": "from", "content": "value", "user": "human", "assistant": "gpt", "system": "system"}
-OPENAI = {"role": "role", "content": "content", "user": "user", "assistant": "assistant", "system": "system"}
+TAGS = {
+    "role": "from", "content": "value", "user": "human", "assistant": "gpt", "system": "system",
+    "observation": "observation", "function": "function_call",
+}  # fmt: skip
+OPENAI = {"role": "role", "content": "content"} | {
+    role: role for role in ("user", "assistant", "system", "observation", "function")
+}
 # What changes what is learned and has no equivalent, while it is on.
 ABSENT = (
     "use_badam", "use_apollo", "use_adam_mini", "use_llama_pro", "mixture_of_depths", "shift_attn", "use_asft_loss",
@@ -63,6 +68,9 @@ def _translated(yaml: dict[str, Any], stage: str) -> dict[str, tuple[str, Any]]:
     theirs.setdefault(
         "gradient_checkpointing", ("disable_gradient_checkpointing", not yaml.get("disable_gradient_checkpointing"))
     )
+    # Its trainers shuffle whatever the stage, also where TRL's do not.
+    order = "sequential" if yaml.get("disable_shuffling") else "random"
+    theirs["train_sampling_strategy"] = ("disable_shuffling", order)
     theirs["completion_only_loss"] = ("train_on_prompt", not (yaml.get("train_on_prompt") or stage == "pt"))
     packs = yaml.get("packing", stage == "pt") or yaml.get("neat_packing")
     if stage in ("pt", "sft"):
@@ -120,10 +128,8 @@ def _sources(draft: Draft, yaml: dict[str, Any], stage: str) -> list[dict[str, A
         path = entry.get("hf_hub_url") or str(folder / str(entry.get("file_name") or entry.get("script_url")))
         one = {"path": path, "split": split, "format": _format(draft, name, entry, stage)}
         sources.append(one | ({"name": entry["subset"]} if entry.get("subset") else {}))
-        if {"images", "videos", "audios"} & set(entry.get("columns", {})):
-            draft.check(
-                f"dataset {name} has images, videos or sound, which its function does not read: see docs/vision.md"
-            )
+        if {"videos", "audios"} & set(entry.get("columns", {})):
+            draft.check(f"dataset {name} has videos or sound, which no model reads here")
     return sources
 
 
@@ -178,9 +184,23 @@ def _format(draft: Draft, name: str, entry: dict[str, Any], stage: str) -> str:
     if stage == "pt":
         lines = [f'return {{"text": row[{columns["prompt"]!r}]}}']
     elif chat:
-        roles = {tags["user"]: "user", tags["assistant"]: "assistant", tags["system"]: "system"}
-        one = f'{{"role": roles[one[{tags["role"]!r}]], "content": one[{tags["content"]!r}]}}'
-        lines = [f"roles = {roles!r}", *lines, f"messages += [{one} for one in row[{messages!r}]]"]
+        roles = {tags[key]: key for key in ("user", "assistant", "system")} | {tags["observation"]: "tool"}
+        if said.get("tools"):
+            lines += [
+                f"for one in row[{messages!r}]:",
+                f"    role, content = one[{tags['role']!r}], one[{tags['content']!r}]",
+                f"    if role == {tags['function']!r}:",
+                "        calls = json.loads(content)",
+                "        calls = calls if isinstance(calls, list) else [calls]",
+                '        calls = [{"type": "function", "function": call} for call in calls]',
+                '        messages.append({"role": "assistant", "content": "", "tool_calls": calls})',
+                "    else:",
+                '        messages.append({"role": roles[role], "content": content})',
+            ]
+            lines = ["import json", f"roles = {roles!r}", *lines]
+        else:
+            one = f'{{"role": roles[one[{tags["role"]!r}]], "content": one[{tags["content"]!r}]}}'
+            lines = [f"roles = {roles!r}", *lines, f"messages += [{one} for one in row[{messages!r}]]"]
     else:
         if history:
             lines += [
@@ -191,14 +211,23 @@ def _format(draft: Draft, name: str, entry: dict[str, Any], stage: str) -> str:
         lines.append(f'query = "\\n".join(row[key] for key in {keys!r} if row.get(key))')
         lines.append('messages.append({"role": "user", "content": query})')
     if stage in ("dpo", "rm"):
-        both = (f'"{name}": {answer(said.get(name, name))}' for name in ("chosen", "rejected"))
-        lines.append(f'return {{"prompt": messages, {", ".join(both)}}}')
+        made = {"prompt": "messages"} | {one: answer(said.get(one, one)) for one in ("chosen", "rejected")}
     elif stage == "sft" and chat:
-        lines.append('return {"messages": messages}')
-    elif stage != "pt":
-        parts = ("messages[:-1]", "messages[-1:]") if chat else ("messages", answer(columns["response"]))
-        label = f', "label": row[{said.get("kto_tag", "kto_tag")!r}]' if stage == "kto" else ""
-        lines.append(f'return {{"prompt": {parts[0]}, "completion": {parts[1]}{label}}}')
+        made = {"messages": "messages"}
+    else:
+        prompt, completion = ("messages[:-1]", "messages[-1:]") if chat else ("messages", answer(columns["response"]))
+        made = {"prompt": prompt, "completion": completion}
+        made |= {"label": f"row[{said.get('kto_tag', 'kto_tag')!r}]"} if stage == "kto" else {}
+    if chat and said.get("tools"):
+        lines += [
+            f"tools = json.loads(row[{said['tools']!r}] or '[]')",
+            'tools = [one if "function" in one else {"type": "function", "function": one} for one in tools]',
+        ]
+        made["tools"] = "tools"
+    if (images := said.get("images", "images")) != "images":
+        made["images"] = f"row[{images!r}]"
+    if stage != "pt":
+        lines.append("return {" + ", ".join(f'"{key}": {value}' for key, value in made.items()) + "}")
     body = "".join(f"    {line}\n" for line in lines)
     return draft.function(function, f'def {function}(row):\n    """Return a row as LLaMA-Factory makes it."""\n{body}')
 

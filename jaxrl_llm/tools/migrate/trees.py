@@ -95,7 +95,7 @@ def read_tree(tree: dict[str, Any], path: str, system: str, trainer: str) -> Sou
     elif any(key in tree for key in ("model_name_or_path", "dataset_name", "datasets", "learning_rate", "output_dir")):
         library = "trl"
     else:
-        raise ConfigError(f"{path} is no file of TRL, verl or axolotl that is known; say which with --system")
+        raise ConfigError(f"{path} has no keys by which its library is known; say which with --system")
     if library == "verl":
         return Source("verl", trainer, resolved(flat(tree)), path)
     if library == "llamafactory":
@@ -178,5 +178,10 @@ def inherited(file: Path, overrides: Mapping[str, Any] | None = None) -> tuple[d
     else:
         if not re.search(r"(grpo_math_1B|sft|dpo|rm|distillation_math)\.yaml$", file.name):
             notes.append(f"{file} is not there: its keys are missing")
-    settings = {key: value for layer in reversed(layers) for key, value in layer.items()}
+    settings: dict[str, Any] = {}
+    for layer in reversed(layers):
+        # A value takes the place of a section of the same name, and a section that of a value.
+        replaced = {key for key in settings if any(f"{key}.".startswith(f"{new}.") for new in layer)}
+        above = {new[: match.start()] for new in layer for match in re.finditer(r"\.", new)}
+        settings = {key: value for key, value in settings.items() if key not in replaced | above} | layer
     return resolved(settings, nulls=True), tuple(notes)
