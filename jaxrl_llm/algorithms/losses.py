@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.algorithms.aggregation import masked_mean, masked_sum
+from jaxrl_llm.algorithms.aggregation import as_float, as_mask, masked_mean, masked_sum
 
 Array = jax.Array
 F = TypeVar("F", bound=Callable[..., Any])
@@ -79,6 +79,24 @@ def declare(**facts: Any) -> Callable[[F], F]:
         return function
 
     return mark
+
+
+def loss_inputs(logps, old_logps, advantages, mask) -> tuple[Array, Array, Array]:
+    """Returns `(logps, log_ratio, advantages)` of a policy loss, all `[N, T]` and at least float32.
+
+    Shapes: `logps, old_logps, mask [N, T]`, `advantages [N]` or `[N, T]`. Outside the mask, if there is one, log-probs
+    and log-ratio are 0. Gradients flow to `logps` alone. Raises ValueError for arrays of another rank.
+    """
+    check_rank(2, logps=logps, old_logps=old_logps, mask=mask)
+    logps = as_float(logps)
+    log_ratio = logps - jax.lax.stop_gradient(as_float(old_logps))
+    if mask is not None:
+        mask = as_mask(mask, logps.shape)
+        log_ratio, logps = jnp.where(mask, log_ratio, 0.0), jnp.where(mask, logps, 0.0)
+    advantages = jax.lax.stop_gradient(as_float(advantages))
+    if advantages.ndim == logps.ndim - 1:
+        advantages = advantages[..., None]
+    return logps, log_ratio, jnp.broadcast_to(advantages, logps.shape)
 
 
 def log_ratio_at(level: str, log_ratio, mask) -> Array:

@@ -10,6 +10,16 @@
   makes the log-ratio 0 outside it, so that padding can neither overflow nor receive a gradient.
 - A loss that clips returns `(loss, metrics)`: where it clipped, as `Metric`s that say how they are reduced.
 
+In this order:
+
+    a clipped ratio             of tokens: ppo_clip (PPO, GRPO, DAPO), gmpo; of rows: gspo, gspo_token, luspo, rloo
+    a bounded weight            cispo, sapo, vespo
+    REINFORCE, off policy       reinforce, importance_sampling, rollout_is, topr, dro
+    bounded probabilities       dppo, dppo_tv, dppo_kl, ipo, opd
+    regression to the reward    a2po
+    some tokens apart           clip_cov, kl_cov, m2po; which ones says `token_selection`
+    the critic                  value_clip
+
 The caller reduces with `sum(loss_weights * loss)` (`aggregation.loss_weights`) and adds KL and entropy terms. A loss
 that is one number per sequence is spread over its row: every token of the row holds that number, so that the
 `sequence` aggregation (mean over rows of the row's token mean) gives back the mean over sequences.
@@ -19,20 +29,32 @@ The clip-higher names follow DAPO: the ratio stays within [1 - epsilon_low, 1 + 
 
 import math
 import warnings
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.aggregation import as_float, as_mask, magnitude, masked_mean, masked_sum
+from jaxrl_llm.algorithms.clipping import (  # noqa: F401 (ClipFractions is read from here too)
+    ClipFractions,
+    clip_fractions,
+    clip_metrics,
+    clipped_surrogate,
+    reduction_at,
+)
 from jaxrl_llm.algorithms.losses import (
     Metric,
     Metrics,
     bounded_log_ratio,
     bounded_ratio,
-    check_rank,
     declare,
     log_ratio_at,
+    loss_inputs,
+)
+from jaxrl_llm.algorithms.token_selection import (  # noqa: F401 (top_entropy_mask is read from here too)
+    clip_cov_tokens,
+    kl_cov_tokens,
+    m2po_tokens,
+    top_entropy_mask,
 )
 
 Array = jax.Array
@@ -66,28 +88,6 @@ __all__ = (
 EPSILONS = ("epsilon_low", "epsilon_high")
 
 
-def _prepare(logps, old_logps, advantages, mask) -> tuple[Array, Array, Array]:
-    """Returns the log-probs, the log-ratio (0 outside the mask) and the advantages broadcast to the tokens."""
-    check_rank(2, logps=logps, old_logps=old_logps, mask=mask)
-    logps = as_float(logps)
-    log_ratio = logps - jax.lax.stop_gradient(as_float(old_logps))
-    if mask is not None:
-        mask = as_mask(mask, logps.shape)
-        log_ratio, logps = jnp.where(mask, log_ratio, 0.0), jnp.where(mask, logps, 0.0)
-    advantages = jax.lax.stop_gradient(as_float(advantages))
-    if advantages.ndim == logps.ndim - 1:
-        advantages = advantages[..., None]
-    return logps, log_ratio, jnp.broadcast_to(advantages, logps.shape)
-
-
-def _clipped(ratio: Array, advantages: Array, epsilon_low, epsilon_high, delta=None) -> Array:
-    """Returns `-min(min(ratio, delta) * A, clip(ratio, 1 - low, 1 + high) * A)`."""
-    clipped = jnp.clip(ratio, 1.0 - epsilon_low, 1.0 + epsilon_high)
-    if delta is not None:
-        ratio = jnp.minimum(ratio, delta)
-    return -jnp.minimum(ratio * advantages, clipped * advantages)
-
-
 def ppo_clip(
     logps, old_logps, advantages, epsilon_low, epsilon_high, delta=None, dual_clip=None, *, mask=None
 ) -> tuple[Array, Metrics]:
@@ -101,11 +101,11 @@ def ppo_clip(
     """
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"dual_clip bounds the ratio of bad samples from above and must exceed 1; got {dual_clip}")
-    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
-    loss = _clipped(bounded_ratio(log_ratio), advantages, epsilon_low, epsilon_high, delta)
+    _, log_ratio, advantages = loss_inputs(logps, old_logps, advantages, mask)
+    loss = clipped_surrogate(bounded_ratio(log_ratio), advantages, epsilon_low, epsilon_high, delta)
     if dual_clip is not None:
         loss = jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
-    return loss, _clip_metrics(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, dual_clip=dual_clip)
+    return loss, clip_metrics(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, dual_clip=dual_clip)
 
 
 @declare(ratio="sequence")
@@ -116,10 +116,10 @@ def gspo(logps, old_logps, advantages, epsilon_low, epsilon_high, delta=None, *,
     the row; aggregate with `sequence`. The paper's ranges are small, 3e-4 below and 4e-4 above. `delta` as `ppo_clip`.
     Source: GSPO, arXiv 2507.18071.
     """
-    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    _, log_ratio, advantages = loss_inputs(logps, old_logps, advantages, mask)
     ratio = bounded_ratio(masked_mean(log_ratio, mask, axis=-1, keepdims=True))
-    loss = _clipped(ratio, advantages, epsilon_low, epsilon_high, delta)
-    return loss, _clip_metrics(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, level="sequence")
+    loss = clipped_surrogate(ratio, advantages, epsilon_low, epsilon_high, delta)
+    return loss, clip_metrics(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, level="sequence")
 
 
 @declare(ratio="sequence")
@@ -129,13 +129,13 @@ def gspo_token(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask)
     Formula: `s_t = stop(s) * exp(logps - stop(logps))` with s as in `gspo`; the value equals `gspo`, and so does the
     gradient when the advantage is one number per row. Source: GSPO-token, arXiv 2507.18071.
     """
-    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    _, log_ratio, advantages = loss_inputs(logps, old_logps, advantages, mask)
     sequence = masked_mean(jax.lax.stop_gradient(log_ratio), mask, axis=-1, keepdims=True)
     # 0, with the gradient of the log-probs.
     moving = as_float(logps) - jax.lax.stop_gradient(as_float(logps))
     ratio = bounded_ratio(sequence + jnp.where(as_mask(mask, moving.shape), moving, 0.0))
-    loss = _clipped(ratio, advantages, epsilon_low, epsilon_high)
-    return loss, _clip_metrics(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, level="sequence")
+    loss = clipped_surrogate(ratio, advantages, epsilon_low, epsilon_high)
+    return loss, clip_metrics(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, level="sequence")
 
 
 @declare(ratio="sequence")
@@ -157,10 +157,10 @@ def rloo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask) -> tu
     Formula: `s = exp(sum_t(logps - old_logps))`, not length-normalised, loss `-min(s A, clip(s) A)` on every token of
     the row; aggregate with `sequence`. The sum is bounded to +-20. Source: RLOO, arXiv 2402.14740, clipped as in TRL.
     """
-    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    _, log_ratio, advantages = loss_inputs(logps, old_logps, advantages, mask)
     ratio = bounded_ratio(masked_sum(log_ratio, mask, axis=-1, keepdims=True))
-    loss = _clipped(ratio, advantages, epsilon_low, epsilon_high)
-    return loss, _clip_metrics(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, level="sequence_sum")
+    loss = clipped_surrogate(ratio, advantages, epsilon_low, epsilon_high)
+    return loss, clip_metrics(logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, level="sequence_sum")
 
 
 def gmpo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask) -> tuple[Array, Metrics]:
@@ -170,12 +170,12 @@ def gmpo(logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask) -> tu
     elsewhere; `s = exp(mean_t clipped)`, loss `-s A` on every token of the row; aggregate with `sequence`. The epsilons
     bound the log-ratio; the paper uses 0.4. Source: GMPO, arXiv 2507.20673.
     """
-    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    _, log_ratio, advantages = loss_inputs(logps, old_logps, advantages, mask)
     clipped = jnp.where(advantages > 0, jnp.minimum(log_ratio, epsilon_high), jnp.maximum(log_ratio, -epsilon_low))
     loss = -bounded_ratio(masked_mean(clipped, mask, axis=-1, keepdims=True)) * advantages
     # The epsilons bound the log-ratio: as bounds of the ratio they are 1 - exp(-low) and exp(high) - 1.
     low, high = -jnp.expm1(-as_float(epsilon_low)), jnp.expm1(as_float(epsilon_high))
-    return loss, _clip_metrics(logps, old_logps, advantages, low, high, mask=mask)
+    return loss, clip_metrics(logps, old_logps, advantages, low, high, mask=mask)
 
 
 @declare(ratio="level", unread=("epsilon_low",))
@@ -197,9 +197,9 @@ def cispo(
             stacklevel=2,
         )
     clipped = clip_fractions(logps, old_logps, advantages, 0.0, epsilon_high - 1.0, mask=mask, level=level)
-    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    logps, log_ratio, advantages = loss_inputs(logps, old_logps, advantages, mask)
     weights = jnp.clip(jnp.exp(log_ratio_at(level, log_ratio, mask)), minimum, epsilon_high)
-    metrics = {"cispo_clip_ratio": Metric(clipped.high, _mean_of(level))}
+    metrics = {"cispo_clip_ratio": Metric(clipped.high, reduction_at(level))}
     return -jax.lax.stop_gradient(weights) * advantages * logps, metrics
 
 
@@ -214,20 +214,10 @@ def sapo(
     epsilons are not read. `level="sequence"` takes the length-normalised ratio of the row (`log_ratio_at`).
     Source: SAPO, arXiv 2511.20347.
     """
-    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    _, log_ratio, advantages = loss_inputs(logps, old_logps, advantages, mask)
     tau = jnp.where(advantages > 0, temperature_positive, temperature_negative)
     ratio = bounded_ratio(log_ratio_at(level, log_ratio, mask))
     return -advantages * (4.0 / tau) * jax.nn.sigmoid(tau * (ratio - 1.0))
-
-
-@declare(old_logps="unread", unread=EPSILONS)
-def reinforce(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask=None) -> Array:
-    """Returns `-A logps`, `[N, T]`; `old_logps` and the epsilons are not read.
-
-    Source: REINFORCE, Williams (1992); with group advantages it is GPG, arXiv 2504.02546.
-    """
-    logps, _, advantages = _prepare(logps, old_logps, advantages, mask)
-    return -advantages * logps
 
 
 @declare(unread=EPSILONS)
@@ -243,7 +233,7 @@ def vespo(
     caller does not multiply the loss by them again. The epsilons are not read. The metric `vespo/phi_seq_mean` is phi,
     a mean over rows. Source: VESPO, arXiv 2602.10693.
     """
-    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    logps, log_ratio, advantages = loss_inputs(logps, old_logps, advantages, mask)
     lowest = math.log(1e-8)
     log_w = masked_sum(bounded_log_ratio(log_ratio), mask, axis=-1, keepdims=True)
     if importance_weights is not None:
@@ -254,6 +244,72 @@ def vespo(
     lam = jnp.where(advantages >= 0, lambda_positive, lambda_negative)
     phi = jax.lax.stop_gradient(jnp.exp(lam + k * log_w - lam * jnp.exp(log_w)))
     return -phi * advantages * logps, {"vespo/phi_seq_mean": Metric(phi, "row_mean")}
+
+
+@declare(old_logps="unread", unread=EPSILONS)
+def reinforce(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask=None) -> Array:
+    """Returns `-A logps`, `[N, T]`; `old_logps` and the epsilons are not read.
+
+    Source: REINFORCE, Williams (1992); with group advantages it is GPG, arXiv 2504.02546.
+    """
+    logps, _, advantages = loss_inputs(logps, old_logps, advantages, mask)
+    return -advantages * logps
+
+
+@declare(old_logps="sampler", unread=EPSILONS)
+def importance_sampling(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask=None) -> Array:
+    """Returns the importance-weighted loss `-r A`, `[N, T]`, without a bound.
+
+    `old_logps` are the sampler's log-probs; the epsilons are not read. Source: `importance_sampling` of Tinker and
+    SkyRL, which sum it over tokens (aggregation `token_sum`).
+    """
+    _, log_ratio, advantages = loss_inputs(logps, old_logps, advantages, mask)
+    return -bounded_ratio(log_ratio) * advantages
+
+
+@declare(old_logps="sampler")
+def rollout_is(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=0.2, *, mask=None) -> tuple[Array, Metrics]:
+    """Returns REINFORCE weighted by the ratio, 0 where that left its range, `-keep stop(r) A logps`, `[N, T]`.
+
+    A token is kept where `1 - epsilon_low < r < 1 + epsilon_high`, whatever the sign of A. `old_logps` are the
+    sampler's log-probs. The metric `clip_ratio/region_mean` is the share of tokens that are dropped. Source: GLM-5,
+    arXiv 2602.15763 (double-sided importance sampling); SkyRL, `rollout_is`.
+    """
+    logps, log_ratio, advantages = loss_inputs(logps, old_logps, advantages, mask)
+    ratio = jax.lax.stop_gradient(bounded_ratio(log_ratio))
+    keep = (ratio > 1.0 - epsilon_low) & (ratio < 1.0 + epsilon_high)
+    loss = -jnp.where(keep, ratio, 0.0) * advantages * logps
+    return loss, {"clip_ratio/region_mean": Metric((~keep).astype(jnp.float32))}
+
+
+@declare(old_logps="sampler", unread=EPSILONS)
+def topr(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask) -> Array:
+    """Returns tapered off-policy REINFORCE, `-w A logps` `[N, T]`: w is 1 where A >= 0, else the row's ratio up to 1.
+
+    Formula: `w = stop(min(1, exp(sum_t log-ratio)))` of rows with A < 0, so that completions which the policy has moved
+    away from already are not pushed further. `old_logps` are the sampler's log-probs; the epsilons are not read.
+    Source: TOPR, arXiv 2503.14286.
+    """
+    logps, log_ratio, advantages = loss_inputs(logps, old_logps, advantages, mask)
+    row = jnp.exp(jnp.minimum(log_ratio.sum(axis=1, keepdims=True), 0.0))
+    weights = jax.lax.stop_gradient(jnp.where(advantages >= 0, 1.0, row))
+    return -weights * advantages * logps
+
+
+@declare(unread=EPSILONS)
+def dro(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask=None, beta=0.1) -> Array:
+    """Returns REINFORCE with a quadratic penalty, `-(A logps - beta / 2 (logps - old_logps)^2)`, `[N, T]`.
+
+    The epsilons are not read. Source: Direct Reward Optimisation, arXiv 2405.19107; verl 0.9, `dro`, which has no
+    default of beta.
+    """
+    logps, log_ratio, advantages = loss_inputs(logps, old_logps, advantages, mask)
+    return 0.5 * beta * jnp.square(log_ratio) - advantages * logps
+
+
+def _check_threshold(loss: str, threshold) -> None:
+    if isinstance(threshold, (int, float)) and threshold < 0:
+        raise ValueError(f"{loss} leaves out every token below a threshold of 0; got {threshold}")
 
 
 def _moved(logps: Array, log_ratio: Array) -> Array:
@@ -273,11 +329,6 @@ def _kept_reinforce(logps: Array, log_ratio: Array, advantages: Array, keep: Arr
     return -jax.lax.stop_gradient(weights) * advantages * logps
 
 
-def _check_threshold(loss: str, threshold) -> None:
-    if isinstance(threshold, (int, float)) and threshold < 0:
-        raise ValueError(f"{loss} leaves out every token below a threshold of 0; got {threshold}")
-
-
 @declare(old_logps="sampler")
 def dppo(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=0.2, *, mask=None, kl_coef=1e-3) -> Array:
     """Returns the importance-weighted loss `[N, T]` with tokens dropped whose probability moved too far.
@@ -287,7 +338,7 @@ def dppo(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=0.2, *, mas
     total variation), not of ratios. `old_logps` are the sampler's log-probs. Source: DPPO, arXiv 2602.04879, with the
     default of prime-rl; aggregate with `token`.
     """
-    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    logps, log_ratio, advantages = loss_inputs(logps, old_logps, advantages, mask)
     moved = _moved(logps, log_ratio)
     keep = jnp.where(advantages > 0, moved <= epsilon_high, moved >= -epsilon_low)
     return _kept_ratio(log_ratio, advantages, keep, kl_coef)
@@ -300,7 +351,7 @@ def dppo_tv(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=0.2, *, 
     Tokens are kept as by `dppo`; the ratio is a weight without gradient, and log r is bounded to +-20. `old_logps` are
     the sampler's log-probs. Source: arXiv 2602.04879; verl 0.9, `dppo_tv`.
     """
-    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    logps, log_ratio, advantages = loss_inputs(logps, old_logps, advantages, mask)
     moved = _moved(logps, log_ratio)
     keep = jnp.where(advantages > 0, moved <= epsilon_high, moved >= -epsilon_low)
     return _kept_reinforce(logps, log_ratio, advantages, keep, maximum)
@@ -314,38 +365,12 @@ def dppo_kl(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=0.2, *, 
     `d = q log(q / p) + (1 - q) log((1 - q + 1e-8) / (1 - p + 1e-8))`. A token is dropped where A > 0, p > q and
     d > epsilon_high, or A <= 0, p < q and d > epsilon_low. Source: arXiv 2602.04879; verl 0.9, `dppo_kl`.
     """
-    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    logps, log_ratio, advantages = loss_inputs(logps, old_logps, advantages, mask)
     p, q = jnp.exp(logps), jnp.exp(logps - log_ratio)
     divergence = -q * log_ratio + (1.0 - q) * jnp.log((1.0 - q + 1e-8) / (1.0 - p + 1e-8))
     rises = (divergence <= epsilon_high) | (p <= q)
     falls = (divergence <= epsilon_low) | (p >= q)
     return _kept_reinforce(logps, log_ratio, advantages, jnp.where(advantages > 0, rises, falls), maximum)
-
-
-@declare(old_logps="sampler", unread=EPSILONS)
-def importance_sampling(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask=None) -> Array:
-    """Returns the importance-weighted loss `-r A`, `[N, T]`, without a bound.
-
-    `old_logps` are the sampler's log-probs; the epsilons are not read. Source: `importance_sampling` of Tinker and
-    SkyRL, which sum it over tokens (aggregation `token_sum`).
-    """
-    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
-    return -bounded_ratio(log_ratio) * advantages
-
-
-@declare(old_logps="sampler")
-def rollout_is(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=0.2, *, mask=None) -> tuple[Array, Metrics]:
-    """Returns REINFORCE weighted by the ratio, 0 where that left its range, `-keep stop(r) A logps`, `[N, T]`.
-
-    A token is kept where `1 - epsilon_low < r < 1 + epsilon_high`, whatever the sign of A. `old_logps` are the
-    sampler's log-probs. The metric `clip_ratio/region_mean` is the share of tokens that are dropped. Source: GLM-5,
-    arXiv 2602.15763 (double-sided importance sampling); SkyRL, `rollout_is`.
-    """
-    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
-    ratio = jax.lax.stop_gradient(bounded_ratio(log_ratio))
-    keep = (ratio > 1.0 - epsilon_low) & (ratio < 1.0 + epsilon_high)
-    loss = -jnp.where(keep, ratio, 0.0) * advantages * logps
-    return loss, {"clip_ratio/region_mean": Metric((~keep).astype(jnp.float32))}
 
 
 @declare(old_logps="sampler", unread=EPSILONS)
@@ -360,7 +385,7 @@ def ipo(
     Source: prime-rl 0.8, `ipo`; aggregate with `token`.
     """
     _check_threshold("ipo", threshold)
-    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    logps, log_ratio, advantages = loss_inputs(logps, old_logps, advantages, mask)
     keep = jnp.abs(_moved(logps, log_ratio)) <= threshold
     return _kept_ratio(log_ratio, advantages, keep, kl_coef)
 
@@ -374,7 +399,7 @@ def opd(logps, old_logps, advantages, epsilon_low=0.2, epsilon_high=None, *, mas
     probability fell by more than epsilon_low, whatever its signal; epsilon_high is not read. `old_logps` are the
     sampler's log-probs. Source: prime-rl 0.8, `ref_kl`; aggregate with `token`.
     """
-    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    logps, log_ratio, advantages = loss_inputs(logps, old_logps, advantages, mask)
     keep = _moved(logps, log_ratio) >= -epsilon_low
     signal = jax.lax.stop_gradient(advantages - log_ratio)
     return _kept_ratio(log_ratio, signal, keep, kl_coef)
@@ -391,67 +416,9 @@ def a2po(
     weight beta2, whichever policy has sampled. The epsilons are not read. The metric `a2po/implicit_reward` is beta2
     times the row's log-ratio. Source: A*-PO, arXiv 2505.20686; beta2 1e-3 as TRL.
     """
-    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    _, log_ratio, advantages = loss_inputs(logps, old_logps, advantages, mask)
     reward = jnp.broadcast_to(beta2 * masked_sum(log_ratio, mask, axis=-1, keepdims=True), log_ratio.shape)
     return jnp.square(reward - advantages), {"a2po/implicit_reward": Metric(reward, "row_mean")}
-
-
-@declare(unread=EPSILONS)
-def dro(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask=None, beta=0.1) -> Array:
-    """Returns REINFORCE with a quadratic penalty, `-(A logps - beta / 2 (logps - old_logps)^2)`, `[N, T]`.
-
-    The epsilons are not read. Source: Direct Reward Optimisation, arXiv 2405.19107; verl 0.9, `dro`, which has no
-    default of beta.
-    """
-    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
-    return 0.5 * beta * jnp.square(log_ratio) - advantages * logps
-
-
-@declare(old_logps="sampler", unread=EPSILONS)
-def topr(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask) -> Array:
-    """Returns tapered off-policy REINFORCE, `-w A logps` `[N, T]`: w is 1 where A >= 0, else the row's ratio up to 1.
-
-    Formula: `w = stop(min(1, exp(sum_t log-ratio)))` of rows with A < 0, so that completions which the policy has moved
-    away from already are not pushed further. `old_logps` are the sampler's log-probs; the epsilons are not read.
-    Source: TOPR, arXiv 2503.14286.
-    """
-    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
-    row = jnp.exp(jnp.minimum(log_ratio.sum(axis=1, keepdims=True), 0.0))
-    weights = jax.lax.stop_gradient(jnp.where(advantages >= 0, 1.0, row))
-    return -weights * advantages * logps
-
-
-def _covariance(logps: Array, advantages: Array, mask: Array) -> Array:
-    """Returns each token's term of cov(advantage, log-prob) over the masked tokens, -inf outside; no gradient."""
-    logps = jax.lax.stop_gradient(logps)
-    terms = (advantages - masked_mean(advantages, mask)) * (logps - masked_mean(logps, mask))
-    return jnp.where(mask, terms, -jnp.inf)
-
-
-def _largest(values: Array, count: Array) -> Array:
-    """Returns booleans, true on the `count` largest entries of `values` (all axes together) that are not -inf."""
-    flat = values.reshape(-1)
-    order = jnp.argsort(-flat)
-    rank = jnp.zeros_like(order).at[order].set(jnp.arange(flat.size))
-    return ((rank < count) & (flat > -jnp.inf)).reshape(values.shape)
-
-
-def _count_of(mask: Array, fraction) -> Array:
-    """Returns how many tokens are a fraction of those in the mask, at least 1."""
-    return jnp.maximum(jnp.floor(fraction * mask.sum(dtype=jnp.float32)), 1.0)
-
-
-def clip_cov_tokens(
-    logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask, key, fraction=2e-4, lower=1.0, upper=5.0
-) -> Array:
-    """Returns booleans `[N, T]`, true on the tokens that `clip_cov` takes out; see there."""
-    logps, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
-    mask = as_mask(mask, logps.shape)
-    is_clipped = _clipped(jnp.exp(log_ratio), advantages, epsilon_low, epsilon_high) > -jnp.exp(log_ratio) * advantages
-    covariance = _covariance(logps, advantages, mask)
-    candidate = (covariance > lower) & (covariance < upper) & ~is_clipped
-    draw = jnp.where(candidate, jax.random.uniform(key, logps.shape), -jnp.inf)
-    return _largest(draw, _count_of(mask, fraction))
 
 
 @declare(select=clip_cov_tokens)
@@ -475,15 +442,6 @@ def clip_cov(
     return jnp.where(as_mask(selected), 0.0, loss), metrics
 
 
-def kl_cov_tokens(
-    logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask, fraction=2e-4, kl_coef=1.0
-) -> Array:
-    """Returns booleans `[N, T]`, true on the tokens that `kl_cov` holds back; see there."""
-    logps, _, advantages = _prepare(logps, old_logps, advantages, mask)
-    mask = as_mask(mask, logps.shape)
-    return _largest(_covariance(logps, advantages, mask), _count_of(mask, fraction))
-
-
 @declare(select=kl_cov_tokens, unread=EPSILONS)
 def kl_cov(
     logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask, fraction=2e-4, kl_coef=1.0,
@@ -497,19 +455,8 @@ def kl_cov(
     """
     if selected is None:
         selected = kl_cov_tokens(logps, old_logps, advantages, mask=mask, fraction=fraction)
-    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    _, log_ratio, advantages = loss_inputs(logps, old_logps, advantages, mask)
     return -bounded_ratio(log_ratio) * advantages + jnp.where(as_mask(selected), kl_coef * magnitude(log_ratio), 0.0)
-
-
-def m2po_tokens(logps, old_logps, advantages, epsilon_low=None, epsilon_high=None, *, mask, threshold=0.04) -> Array:
-    """Returns booleans `[N, T]`, true on the tokens that `m2po` takes out; see there."""
-    _, log_ratio, _ = _prepare(logps, old_logps, advantages, mask)
-    mask = as_mask(mask, log_ratio.shape)
-    squares = jnp.where(mask, jnp.square(jax.lax.stop_gradient(log_ratio)), jnp.inf).reshape(-1)
-    order = jnp.argsort(squares)
-    # The mean of the smallest so far rises along the order, so that the tokens to keep come first.
-    kept = jnp.cumsum(squares[order]) <= threshold * jnp.arange(1, squares.size + 1)
-    return mask & ~jnp.zeros_like(kept).at[order].set(kept).reshape(mask.shape)
 
 
 @declare(select=m2po_tokens, old_logps="sampler", unread=EPSILONS)
@@ -526,7 +473,7 @@ def m2po(
     _check_threshold("m2po", threshold)
     if selected is None:
         selected = m2po_tokens(logps, old_logps, advantages, mask=mask, threshold=threshold)
-    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
+    _, log_ratio, advantages = loss_inputs(logps, old_logps, advantages, mask)
     out = as_mask(selected)
     loss = jnp.where(out, 0.0, -bounded_ratio(jnp.where(out, 0.0, log_ratio)) * advantages)
     return loss, {"m2po/masked": Metric(out.astype(log_ratio.dtype))}
@@ -545,73 +492,3 @@ def value_clip(values, old_values, returns, epsilon=None) -> Array:
         clipped = jnp.clip(values, old_values - epsilon, old_values + epsilon)
         loss = jnp.maximum(loss, jnp.square(clipped - returns))
     return 0.5 * loss
-
-
-def top_entropy_mask(entropy, mask, quantile) -> Array:
-    """Returns booleans `[N, T]`, true on the masked tokens in the top `quantile` share of entropies.
-
-    Shapes: `entropy, mask [N, T]`. Keeps `entropy >= q` with q the (1 - quantile) quantile, linearly interpolated, over
-    all masked tokens of the batch; `quantile=0.2` keeps the top fifth, 1.0 keeps all. Multiply the policy loss by it;
-    the loss weights keep counting every token, and the KL term is not masked. Source: arXiv 2506.01939.
-    """
-    entropy = jax.lax.stop_gradient(as_float(entropy))
-    mask = as_mask(mask, entropy.shape)
-    ordered = jnp.sort(jnp.where(mask, entropy, jnp.inf).reshape(-1))
-    position = jnp.maximum(mask.sum() - 1, 0) * as_float(1.0 - quantile)
-    below = jnp.floor(position).astype(jnp.int32)
-    above = jnp.ceil(position).astype(jnp.int32)
-    low, high = ordered[below], ordered[above]
-    threshold = jnp.where(low == high, low, low + (position - below) * (high - low))
-    return mask & (entropy >= threshold)
-
-
-class ClipFractions(NamedTuple):
-    """Float indicators `[N, T]`, 1 on tokens whose ratio left the range; means over the mask are the fractions."""
-
-    low: Array
-    high: Array
-    region: Array
-    dual: Array
-
-
-def clip_fractions(
-    logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask=None, level: str = "token", dual_clip=None
-) -> ClipFractions:
-    """Returns which tokens the clip of `ppo_clip` or `gspo` acts on, as `ClipFractions` of `[N, T]` indicators.
-
-    `low`: ratio below 1 - epsilon_low and A < 0; `high`: ratio above 1 + epsilon_high and A > 0; `region`: either. This
-    is TRL's `clip_ratio/*`; `region` is also verl's `pg_clipfrac`, since the clipped branch is the larger loss on just
-    those tokens. `dual` (verl's `pg_clipfrac_lower`): A < 0 and ratio above `dual_clip`, zero without it. `level` is
-    that of the ratio: see `log_ratio_at`, which raises ValueError.
-    """
-    _, log_ratio, advantages = _prepare(logps, old_logps, advantages, mask)
-    ratio = jnp.exp(jax.lax.stop_gradient(log_ratio_at(level, log_ratio, mask)))
-    low, high = (ratio < 1.0 - epsilon_low) & (advantages < 0), (ratio > 1.0 + epsilon_high) & (advantages > 0)
-    dual = jnp.zeros_like(low) if dual_clip is None else (ratio > dual_clip) & (advantages < 0)
-    return ClipFractions(*(x.astype(jnp.float32) for x in (low, high, low | high, dual)))
-
-
-def _mean_of(level: str) -> str:
-    """Returns the reduction of an indicator of clipped ratios: of rows where the ratio is a row's."""
-    return "mean" if level == "token" else "row_mean"
-
-
-def _clip_metrics(
-    logps, old_logps, advantages, epsilon_low, epsilon_high, *, mask, level: str = "token", dual_clip=None
-) -> Metrics:
-    """Returns TRL's `clip_ratio/*`: the shares of tokens (of rows, at the levels of sequences) that were clipped, the
-    smallest share of a row's tokens below and the largest above."""
-    clipped = clip_fractions(
-        logps, old_logps, advantages, epsilon_low, epsilon_high, mask=mask, level=level, dual_clip=dual_clip
-    )
-    mask = jnp.ones_like(clipped.low) if mask is None else mask
-    low, high = (masked_mean(x, mask, axis=-1) for x in (clipped.low, clipped.high))
-    mean = _mean_of(level)
-    metrics = {
-        "clip_ratio/low_mean": Metric(clipped.low, mean),
-        "clip_ratio/high_mean": Metric(clipped.high, mean),
-        "clip_ratio/region_mean": Metric(clipped.region, mean),
-        "clip_ratio/low_min": Metric(low, "min"),
-        "clip_ratio/high_max": Metric(high, "max"),
-    }
-    return metrics if dual_clip is None else metrics | {"clip_ratio/dual_mean": Metric(clipped.dual, mean)}

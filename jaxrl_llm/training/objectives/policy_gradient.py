@@ -29,7 +29,7 @@ from jaxrl_llm.algorithms.off_policy import (
     off_policy_sequence_mask,
     rejection_mask,
 )
-from jaxrl_llm.algorithms.policy_losses import top_entropy_mask
+from jaxrl_llm.algorithms.token_selection import top_entropy_mask
 from jaxrl_llm.models.chunked_divergences import Distributions
 from jaxrl_llm.models.chunked_softmax import Slopes
 from jaxrl_llm.models.logprobs import TokenStatistics, token_logps, token_statistics
