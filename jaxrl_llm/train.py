@@ -23,7 +23,6 @@ from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.config.user_code import contained, without_locals
-from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data import Row
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
@@ -154,9 +153,9 @@ def train(
     with contained(), contextlib.ExitStack() as stack:
         notices = stack.enter_context(Notices())
         with notices.ending("before the first step"):
-            run, state, log, logger, checkpoints, hooks, locks = _start(config, given, callbacks, stack)
-        config, folder = run.config, Path(config.output_dir)
-        root, stopwatch, step = jax.random.key(config.seed), run.stopwatch, int(state.step)
+            run, log, checkpoints, hooks, locks = _start(config, given, callbacks, stack)
+        config, folder, stopwatch, logger = run.config, Path(config.output_dir), run.stopwatch, log.logger
+        root, state, step = jax.random.key(config.seed), run.state, int(run.state.step)
         # Where nobody looks at each step, its metrics are read while the next one is computed.
         deferred = isinstance(run.source, OfflineSource) and not hooks.every_step
 
@@ -259,7 +258,7 @@ def train(
                     raise Preempted(step, f"after step {step} of {config.total_steps}")
 
         with notices.ending("after the last step, while the model was written"), stopwatch("export"):
-            trained = _exported(run, state, checkpoints, log, logger, locks)
+            trained = _exported(run, state, checkpoints, log, locks)
         earlier = processes.gather(logger.earlier() or None)[0] or []  # before what may fail in one process alone
         hooks("on_end", step, log.newest, lambda: trained)
         logger.finish(stopwatch.totals, checkpoints.outcome())
@@ -271,13 +270,11 @@ def train(
     return Result(trained, [*earlier, *log.history], folder)
 
 
-def _exported(
-    run: Run, state: State, checkpoints: Checkpoints, log: StepLog, logger: Logger, locks: list[RunLock]
-) -> Model:
+def _exported(run: Run, state: State, checkpoints: Checkpoints, log: StepLog, locks: list[RunLock]) -> Model:
     """The trained model, of the last step or of the best checkpoint, once its files and cards are written."""
     config, folder, last = run.config, Path(run.config.output_dir), int(state.step)
     if config.export.best:
-        state = checkpoints.restore_best(state, run.mesh, logger.note)
+        state = checkpoints.restore_best(state, run.mesh, log.logger.note)
         if run.average is not None and (best := int(state.step)) != last:
             arrays = checkpoints.restore_arrays(best, run.average.arrays(), run.mesh)
             run.average.restore(arrays, merge_frozen(state, run.frozen).params)
@@ -285,7 +282,7 @@ def _exported(
     trained, critic = finished_models(run, state)
     averaged = None if run.average is None else replace(trained, params=run.average.of_model(trained.params))
     _check_locks(locks)
-    export_run(folder, checkpoints.outcome, trained, critic, logger.note, averaged)
+    export_run(folder, checkpoints.outcome, trained, critic, log.logger.note, averaged)
     checkpoints.exported = folder / "hf"
     with processes.all_or_none(), writing(folder):
         if jax.process_index() == 0:
@@ -296,8 +293,9 @@ def _exported(
 
 def _start(
     config, given: Given, callbacks: Any, stack: contextlib.ExitStack
-) -> tuple[Run, State, StepLog, Logger, Checkpoints, Callbacks, list[RunLock]]:
-    """Everything that a run needs, on a mesh that is set; `stack` closes it. A resumed run starts at its checkpoint."""
+) -> tuple[Run, StepLog, Checkpoints, Callbacks, list[RunLock]]:
+    """The run, at the state with which it begins, and what it reports to and saves with; its mesh is set, and `stack`
+    closes all of it."""
     folder, mesh, kept_in = Path(config.output_dir), build_mesh(config), checkpoint_folder(config)
     check_writable(folder)
     locks = _lock(folder, kept_in, stack)
@@ -323,39 +321,29 @@ def _start(
     config, words = run.config, given_in_words(given._asdict())
     hooks = Callbacks(named, to_json(config), folder, run.evaluation is not None)
     closing.callback(run.close)
-    state, counts, resumed, problems = resume(start, given, run, checkpoints, hooks)
-    warnings: list[str] = []
+    begun = resume(start, given, run, checkpoints, hooks)
+    run = run._replace(state=begun.state)
+    record: list[str] = []  # lines on the settings that it had before
     with processes.all_or_none(), writing(folder):
-        logger = stack.enter_context(Logger(logging_spec(config, words), folder, resumed))
+        logger = stack.enter_context(Logger(logging_spec(config, words), folder, begun.step))
         if jax.process_index() == 0:
-            discard_exports(folder, resumed)
-            warnings = start_record(folder, config, changes, resumed)
-            write_start(folder, resumed)
+            discard_exports(folder, begun.step)
+            record = start_record(folder, config, changes, begun.step)
+            write_start(folder, begun.step)
             write_given(folder, words)
-    logger.start(_describe(run, int(state.step)), run.stopwatch)
-    log = StepLog(health_spec(config), run.source.learn, run.stopwatch, logger, counts, peak_of(config, mesh))
-    if resumed is not None and int(state.step) >= config.total_steps:
-        warnings.append(
-            f"the run in {folder} has made its {amount(config.total_steps, 'step')}; nothing is trained: raise "
-            "total_steps, or set another output_dir or checkpoint.resume=never to train anew"
-        )
-    elif resumed is not None and int(state.step) >= hooks.end:
-        warnings.append(
-            f"the callback {hooks.stopped} ended the run in {folder} at step {resumed} of {config.total_steps}; "
-            "nothing is trained: leave it out or give it other options to go on, or set another output_dir or "
-            "checkpoint.resume=never to train anew"
-        )
-    log.warn([*lines, *warnings, *problems, *run.warnings])
+    logger.start(_describe(run), run.stopwatch)
+    log = StepLog(health_spec(config), run.source.learn, run.stopwatch, logger, begun.counts, peak_of(config, mesh))
+    log.warn([*lines, *record, *begun.warnings, *run.warnings])
     for note in run.notes:
         logger.note(note)
     hooks.note = logger.note
     stack.enter_context(Watchdog(config.watch.hang_seconds, run.stopwatch, folder))
     stack.enter_context(CompileStatus(logger.status, logger.note, run.stopwatch))
-    if isinstance(run.source, OnlineSource) and (int(state.step) < config.total_steps or config.rollout.processes):
+    if isinstance(run.source, OnlineSource) and (int(run.state.step) < config.total_steps or config.rollout.processes):
         stack.enter_context(run.source.queue)
-        ahead = stack.enter_context(CompiledAhead(compilations(run, state), mesh, run.stopwatch))
+        ahead = stack.enter_context(CompiledAhead(compilations(run), mesh, run.stopwatch))
         run = run._replace(source=replace(run.source, wait=ahead.wait))
-    return run, state, log, logger, checkpoints, hooks, locks
+    return run, log, checkpoints, hooks, locks
 
 
 def _lock(folder: Path, checkpoints: Any, stack: contextlib.ExitStack) -> list[RunLock]:
@@ -378,7 +366,7 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _describe(run: Run, start: int) -> dict[str, Any]:
+def _describe(run: Run) -> dict[str, Any]:
     """Facts of a run for the console, beside its settings."""
     count = sum(x.size for x in jax.tree.leaves(run.model.net.plain.shapes()))
     trained = sum(x.size for x in jax.tree.leaves(run.state.params))
@@ -397,7 +385,7 @@ def _describe(run: Run, start: int) -> dict[str, Any]:
         "model": f"{run.model.path}{part}, {count / 1e6:.2f} M parameters{of_these}, {run.model.net.config.dtype}",
         "devices": f"{len(devices)} {devices[0].platform}, mesh {dict(run.mesh.shape)}{sampling}{overlapped}",
         **attention,
-        "starts at step": start,
+        "starts at step": int(run.state.step),
     }
 
 

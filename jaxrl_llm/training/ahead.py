@@ -22,10 +22,10 @@ from jaxrl_llm.training.packing.planner import typical_rollouts
 from jaxrl_llm.training.passes import scored_logps, scored_norms
 from jaxrl_llm.training.setup.run import Run
 from jaxrl_llm.training.teachers.teacher import Teacher
-from jaxrl_llm.training.update import State, merge_frozen
+from jaxrl_llm.training.update import merge_frozen
 
 
-def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
+def compilations(run: Run) -> Iterator[Callable[[], object]]:
     """Functions that compile a program each, in the order in which a step needs them.
 
     There are none for what is not known to have these shardings: several processes, a critic, a replay buffer, a full
@@ -54,9 +54,9 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("device"))
 
     if learner.advantages.asks_for("logit_norms"):
-        yield logps(merge_frozen(state, run.frozen).params, program=scored_norms)
+        yield logps(merge_frozen(run.state, run.frozen).params, program=scored_norms)
     elif spec.old_logps == "trainer":
-        yield logps(merge_frozen(state, run.frozen).params)
+        yield logps(merge_frozen(run.state, run.frozen).params)
     if reference is not None:
         yield logps(reference.params)
     if isinstance(teacher, Teacher):
@@ -77,7 +77,7 @@ def compilations(run: Run, state: State) -> Iterator[Callable[[], object]]:
     )
     scalars, update = learner.scalars(minibatch), cast(Any, run.update)
     minibatch = rows_to_global(run.pack.of_rows(size)(minibatch), mesh).replace(scalars=scalars)
-    yield lambda: update.lower(state, minibatch, run.frozen).compile()
+    yield lambda: update.lower(run.state, minibatch, run.frozen).compile()
 
 
 class CompiledAhead:

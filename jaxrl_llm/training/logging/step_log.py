@@ -62,7 +62,7 @@ class StepLog:
         self._health = health
         self._learn = learn
         self._watch = watch
-        self._logger = logger
+        self.logger = logger
         self._warnings = HealthWarnings()
         self._pending: Step | None = None
         self._pending_metrics: Metrics | None = None  # once they have been read
@@ -112,7 +112,7 @@ class StepLog:
             )
         self.counts = {"num_tokens": self.counts["num_tokens"] + int(trained), "skipped": skipped}
         if skipped:
-            self._logger.warn(f"step {step.number}: {what}, and changed nothing")
+            self.logger.warn(f"step {step.number}: {what}, and changed nothing")
         else:
             self._learn(updates)
         # Steps overlap: the time of one starts where the one before it ended.
@@ -140,13 +140,13 @@ class StepLog:
         # The run's own names meet in num_tokens alone: any other is one that a reward function has logged.
         for name in sorted(step.metrics.keys() & (updates | own).keys() - {"num_tokens"} - self._overwritten):
             self._overwritten.add(name)
-            self._logger.warn(
+            self.logger.warn(
                 f"step {step.number}: a reward function logs {name!r}, which is the run's own metric, and it is not "
                 "shown: log it under another name"
             )
         metrics |= own
         if step.table:
-            self._logger.completions(step.number, step.table)
+            self.logger.completions(step.number, step.table)
         return metrics
 
     def log(self, step: int, metrics: Metrics, evaluate: Callable[[], Metrics] | None = None) -> None:
@@ -156,7 +156,7 @@ class StepLog:
                 metrics = metrics | evaluate()
             for name, seconds in self._watch.take().items():  # both the step and its evaluation may have compiled
                 metrics[name] = metrics.get(name, 0.0) + seconds
-        self._logger.log(step, metrics)
+        self.logger.log(step, metrics)
         self.history.append({"step": step, **metrics})
 
     @property
@@ -167,7 +167,7 @@ class StepLog:
     def warn(self, lines: Iterable[str]) -> None:
         """Shows a warning for each of the lines."""
         for line in lines:
-            self._logger.warn(line)
+            self.logger.warn(line)
 
 
 class Machine:

@@ -4,12 +4,13 @@ A start asks `loaded_once` and `changes_to` before anything is loaded, and `resu
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxrl_llm.config import ConfigDict, ConfigError
 from jaxrl_llm.config.schema import BY_NAME
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.training.checkpoint.data_files import edited
 from jaxrl_llm.training.checkpoint.manager import Checkpoints, find
@@ -89,15 +90,23 @@ def changes_to(config, given: Given, checkpoints: Checkpoints) -> Changes:
     return changes
 
 
-def resume(
-    config, given: Given, run: Run, checkpoints: Checkpoints, hooks: Callbacks
-) -> tuple[State, dict[str, int], int | None, list[str]]:
-    """The state that `checkpoint.resume` says, the counts of `StepLog`, the step after which output_dir's own run goes
-    on (None: it starts), and what is wrong with checkpoints that were passed over.
+class Beginning(NamedTuple):
+    """Where a start begins."""
 
-    Checkpoints of the run that come after the start, or belong to another run, are deleted.
+    state: State
+    counts: dict[str, int]  # those of `StepLog`
+    step: int | None  # after which the run in output_dir goes on; None: it starts
+    warnings: list[str]
+
+
+def resume(config, given: Given, run: Run, checkpoints: Checkpoints, hooks: Callbacks) -> Beginning:
+    """The beginning that `checkpoint.resume` and `checkpoint.load` say; the source, the average and the callbacks of
+    `run` are restored with it.
+
+    Checkpoints of the run that come after it, or belong to another run, are deleted.
     """
     source, step, problems, load = checkpoints, None, [], config.checkpoint.load
+    no_counts = {"num_tokens": 0, "skipped": 0}
     if config.checkpoint.resume == "auto":
         step, problems = checkpoints.newest_intact()
     elif config.checkpoint.resume != "never":
@@ -106,7 +115,7 @@ def resume(
     check_outputs(Path(config.output_dir), config.checkpoint.resume, goes_on=own is not None)
     if step is None:
         checkpoints.discard_after(None)
-        return run.state, {"num_tokens": 0, "skipped": 0}, None, problems
+        return Beginning(run.state, no_counts, None, problems)
     if own is None:
         problems = [*problems, *_check_frozen(config, given, run, source.folder.parent)]
     free(run.state)
@@ -115,7 +124,7 @@ def resume(
         if run.average is not None:
             run.average.begin(merge_frozen(state, run.frozen).params)
         checkpoints.discard_after(None)
-        return state, {"num_tokens": 0, "skipped": 0}, None, [*problems, *source.warnings()]
+        return Beginning(state, no_counts, None, [*problems, *source.warnings()])
     if "optimizer" in load:
         state, host = source.restore(step, run.state, run.mesh)
         state = rescheduled(state, host.get("updates_per_step", {}), run.updates_per_step)
@@ -142,7 +151,19 @@ def resume(
     if "callbacks" in host:
         hooks.set_state(host["callbacks"], step, goes_on=own is not None)
     checkpoints.discard_after(own)
-    return state, {name: host[name] for name in ("num_tokens", "skipped")}, own, problems
+    folder, total, ended = config.output_dir, run.config.total_steps, []
+    another = "set another output_dir or checkpoint.resume=never to train anew"
+    if own is not None and own >= total:
+        ended = [
+            f"the run in {folder} has made its {amount(total, 'step')}; nothing is trained: raise total_steps, or "
+            f"{another}"
+        ]
+    elif own is not None and own >= hooks.end:
+        ended = [
+            f"the callback {hooks.stopped} ended the run in {folder} at step {own} of {total}; nothing is trained: "
+            f"leave it out or give it other options to go on, or {another}"
+        ]
+    return Beginning(state, {name: host[name] for name in no_counts}, own, [*ended, *problems])
 
 
 def _check_frozen(config, given: Given, run: Run, folder: Any) -> list[str]:

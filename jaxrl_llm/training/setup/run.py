@@ -100,7 +100,7 @@ class Run(NamedTuple):
     update: Update
     critic_alone: CriticAlone | None
     evaluation: Evaluations | None
-    state: State
+    state: State  # with which it begins
     average: Average | None  # of the policy
     begin: Callable[[Params, Params | None, int], State]  # the state at a step, of parameters that were trained before
     updates_per_step: Mapping[str, int]  # of `policy`, and of a `critic` that is a network of its own
