@@ -56,6 +56,8 @@ def content_fault(file: str) -> str | None:
             lines = opened.read().split(b"\n")
     except (OSError, ValueError, ImportError):
         return None  # the reader's own error says more
+    if not any(line.strip() for line in lines):
+        return "the file is empty; give it at least one row"
     if reader == "csv":
         return None if any(line.strip() for line in lines[1:]) else "the file has a header but no rows"
     try:

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from jaxrl_llm.data.tokenize import TEXTS
 ONLY = "train"  # the split of what has one
 SAVED = ("dataset_dict.json", "dataset_info.json")  # files of a folder that save_to_disk wrote
 NUMBERS = {int: "int64", float: "float64"}  # of a csv file
+ROWS = 1000  # whose types are found together
 DENSE = 2.0**53  # below which a float holds every integer
 TIME = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d+)?$"  # what Arrow writes of a time as text
 
@@ -122,6 +123,7 @@ def _read_json(files: list[str], split: str, streaming: bool) -> Any:
     import datasets
     import pyarrow
     import pyarrow.compute
+    from datasets.exceptions import DatasetGenerationError
 
     compute: Any = pyarrow.compute
 
@@ -150,35 +152,78 @@ def _read_json(files: list[str], split: str, streaming: bool) -> Any:
 
     rows: Any = datasets.load_dataset("json", data_files=files, split="train", streaming=True)
     features = rows.features  # of the first rows; None for a file that is one list, which is read whole in any case
-    timed = features is not None and with_leaves(features, untimed) != features
-    if features is None or not (timed or streaming):
-        rows = datasets.load_dataset("json", data_files=files, split=split)
-        features = rows.features
-        # Times behind other texts are text again, but not as it was written.
-        columns = [rows.data.column(name) for name in features]
-        timed = with_leaves(features, untimed) != features or any(any_column(column, has_text) for column in columns)
-        if not timed and any(any_column(column, has_large) for column in columns):
-            for _ in _json_rows(files, features, ()):  # which raises
-                pass
-    if timed:
+    by_row = features is not None and with_leaves(features, untimed) != features
+    if by_row and not streaming:
+        features = _features_of_all(files) or features
+    elif features is None or not streaming:
+        try:
+            rows = datasets.load_dataset("json", data_files=files, split=split)
+            features = rows.features
+            # Times behind other texts are text again, but not as it was written.
+            columns = [rows.data.column(name) for name in features]
+            by_row = with_leaves(features, untimed) != features or any(any_column(each, has_text) for each in columns)
+            if not by_row and any(any_column(column, has_large) for column in columns):
+                for _ in _json_rows(files, features, ()):  # which raises
+                    pass
+        except DatasetGenerationError:
+            # It takes the columns of the first rows for those of all, which may be null, or have a fraction, later on.
+            if (features := _features_of_all(files)) is None:
+                raise
+            by_row = True
+    if by_row:
         kind: Any = datasets.IterableDataset if streaming else datasets.Dataset
         plain = datasets.Features(with_leaves(features, untimed))
         # `datasets` keeps the rows by these arguments, of which the key tells a file that has changed.
         keys = tuple(file.fs.ukey(file.path) for file in fsspec.open_files(files))
         arguments = {"files": files, "features": plain, "keys": keys}
         rows = kind.from_generator(_json_rows, features=plain, gen_kwargs=arguments)
-    return pick({"train": rows}, split, ", ".join(files)) if timed or is_stream(rows) else rows
+    return pick({"train": rows}, split, ", ".join(files)) if by_row or is_stream(rows) else rows
+
+
+def _features_of_all(files: Sequence[str]) -> Any:
+    """The features of all rows of json files, in which numbers may be whole in some and None stands for what lacks;
+    None where a column has values of several types."""
+    import datasets
+    import pyarrow
+
+    rows = (row for _, row in _json_objects(files))
+    try:
+        kinds = [pyarrow.array(block).type for block in iter(lambda: list(islice(rows, ROWS)), [])]
+        schemas = [pyarrow.schema(list(kind)) for kind in kinds if pyarrow.types.is_struct(kind)]
+        return datasets.Features.from_arrow_schema(pyarrow.unify_schemas(schemas, promote_options="permissive"))
+    except (pyarrow.ArrowException, ValueError, OverflowError, RecursionError):
+        return None
+
+
+def _json_objects(files: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The objects of json files, one a line or in one list, each with the path of its file."""
+    for opened in fsspec.open_files(list(files), "rt", encoding="utf-8-sig", compression="infer"):
+        with opened as file:
+            start = file.readline()
+            if start.lstrip().startswith("["):
+                rows = json.loads(start + file.read())
+            else:
+                rows = (json.loads(line) for line in chain([start], file) if line.strip())
+            for row in rows:
+                yield opened.path, row
 
 
 def _json_rows(files: Sequence[str], features: Mapping[str, Any], keys: Any) -> Iterator[Row]:
-    """The objects of json files, one a line or in one list, with None for the columns that they lack.
+    """The rows of json files, with None for the columns that they lack.
 
-    Raises ConfigError for what a table would lose: a key that the features have not, or digits of an integer.
+    Raises ConfigError for what a table would lose: a key that the features have not, digits of an integer, or what is
+    behind the point, and for a value of another type, which it would make one of its own.
     """
+    types: dict[str | None, Any] = {"string": str, "int64": int, "float64": int | float, "bool": bool}
 
     def check(value: Any, feature: Any, path: str) -> None:
-        is_float = getattr(feature, "dtype", None) == "float64"
-        if isinstance(value, int) and is_float and not (abs(value) < 2**63 and int(float(value)) == value):
+        dtype = getattr(feature, "dtype", None)
+        if value is not None and not isinstance(value, types.get(dtype, object)):
+            raise ConfigError(
+                f"{path} has {json.dumps(value)[:80]} where the rows before it have {dtype}; a column has one type: "
+                "write all of them alike, or put such a row first"
+            )
+        if isinstance(value, int) and dtype == "float64" and not (abs(value) < 2**63 and int(float(value)) == value):
             raise ConfigError(
                 f"{path} has the integer {str(value)[:40]}, which would lose digits as a float: it has more than 64 "
                 "bits, or its column has fractions. Write it as text, in quotes"
@@ -192,16 +237,9 @@ def _json_rows(files: Sequence[str], features: Mapping[str, Any], keys: Any) -> 
             for held in value:
                 check(held, inner, path)
 
-    for opened in fsspec.open_files(list(files), "rt", encoding="utf-8-sig", compression="infer"):
-        with opened as file:
-            start = file.readline()
-            if start.lstrip().startswith("["):
-                rows = json.loads(start + file.read())
-            else:
-                rows = (json.loads(line) for line in chain([start], file) if line.strip())
-            for row in rows:
-                check(row, features, opened.path)
-                yield {**dict.fromkeys(features), **row}
+    for path, row in _json_objects(files):
+        check(row, features, path)
+        yield {**dict.fromkeys(features), **row}
 
 
 def read_folder(folder: str, split: str, name: str | None, streaming: bool) -> Any:

@@ -1,3 +1,4 @@
+import gzip
 import importlib.util
 import json
 import logging
@@ -369,12 +370,34 @@ def test_dates_in_one_of_several_json_files(tmp_path, dates):
     assert load([f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"])["answer"][:] == expected
 
 
-def test_a_late_key_of_json_with_dates_is_not_lost(tmp_path):
+@pytest.mark.parametrize("day", ["Monday", "2024-05-01"])
+def test_types_of_json_are_those_of_all_rows(tmp_path, day):
+    """A reader of blocks takes those of the first, in which a column may be null, whole numbers, or not there."""
+    rows = [
+        {"day": day, "n": 1, "tools": None, "messages": [{"role": "user"}]},
+        {"day": day, "n": 1.5, "tools": [{"name": "f"}], "messages": [{"role": "user", "name": "x"}], "late": True},
+    ]
+    for name, row in zip("ab", rows, strict=True):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    first, second = load(tmp_path / "*.jsonl")
+    assert first == {**rows[0], "messages": [{"role": "user", "name": None}], "late": None} and second == rows[1]
+    assert load(tmp_path / "*.jsonl", "train[1:]").to_list() == rows[1:]
+
+
+@pytest.mark.parametrize(
+    ("late", "message"),
+    [
+        ({"name": "x"}, "has the key 'name', which no row before it has"),
+        ({"number": 1.5}, "has 1.5 where the rows before it have int64; a column has one type"),
+        ({"number": "01"}, 'has "01" where the rows before it have int64'),
+    ],
+)
+def test_what_streamed_rows_with_dates_would_lose_is_refused(tmp_path, late, message):
     """The table of the first rows has no place for it."""
-    (tmp_path / "a.jsonl").write_text('{"day": "2024-05-01", "messages": [{"role": "user"}]}\n')
-    (tmp_path / "b.jsonl").write_text('{"day": "2024-05-02", "messages": [{"role": "user", "name": "x"}]}\n')
-    with pytest.raises(ConfigError, match=r"b.jsonl has the key 'name', which no row before it has"):
-        load(tmp_path / "*.jsonl")
+    (tmp_path / "a.jsonl").write_text('{"day": "2024-05-01", "number": 1}\n')
+    (tmp_path / "b.jsonl").write_text(json.dumps({"day": "2024-05-02", **late}) + "\n")
+    with pytest.raises(ConfigError, match=f"b.jsonl {message}"):
+        list(load(tmp_path / "*.jsonl", streaming=True))
 
 
 def test_only_the_files_of_the_split_are_looked_through(tmp_path):
@@ -508,6 +531,7 @@ def test_a_class_with_the_signature_of_verl(tmp_path):
     [
         ("empty.jsonl", b"", "the file is empty"),
         ("empty.csv", b"", "the file is empty"),
+        ("empty.jsonl.gz", gzip.compress(b""), "the file is empty"),
         ("blank.jsonl", b"\n \n", "the file has empty lines alone"),
         ("head.csv", b"prompt,answer\n", "no rows"),
         ("bytes.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', r"line 2 is not UTF-8 \(byte 0xff\)"),
