@@ -13,7 +13,7 @@ from jaxrl_llm.data import Row, tasks
 from jaxrl_llm.data.diagnose import reader_of
 from jaxrl_llm.data.files import ONLY, matching, read_files, read_folder, read_remote
 from jaxrl_llm.data.formats.native import as_rows
-from jaxrl_llm.data.splits import SplitError, is_splits, is_stream, is_table, pick, reading, undecoded
+from jaxrl_llm.data.splits import SplitError, is_splits, is_stream, is_table, numbers_in_rows, pick, reading, undecoded
 
 if TYPE_CHECKING:
     import datasets  # slow to import: only the functions that make such rows do so
@@ -48,7 +48,7 @@ def load(
 
     `path` is one of these:
 
-    - `task:<name>`, a built-in task;
+    - `task:<name>`, a built-in task, whose splits may be taken in parts too;
     - a .parquet, .jsonl, .json, .csv or .arrow file (maybe compressed: .jsonl.gz), or a pattern such as
       `data/*.parquet`, or a list of files: one split, "train" (or a part of it: "train[:10%]"), in that order;
     - a folder that `save_to_disk` wrote, or a folder of such files (words of their names, or of their folders' names,
@@ -111,12 +111,17 @@ def _load_path(
     if path.startswith("task:"):
         if name is not None:
             raise ConfigError(f"{path!r} is a built-in task, which has no configuration {name!r}: leave the name out")
-        if path.startswith("task:verifiers(") and split != "train":
+        parts, rows = split.split("+"), list[Any]()
+        if path.startswith("task:verifiers(") and any(part.partition("[")[0] != "train" for part in parts):
             raise SplitError(
                 f"{path} has only the split 'train', not {split!r}; name the tasks to evaluate on with data.eval_path",
                 ["train"],
             )
-        return _from_list(tasks.generate(path.removeprefix("task:"), split))
+        for part in parts:  # train[:10%], of the rows that the task has by default
+            whole = tasks.generate(path.removeprefix("task:"), part.partition("[")[0])
+            numbers = numbers_in_rows(whole, part)
+            rows += whole if numbers is None else [whole[number] for number in numbers]
+        return _from_list(rows)
     if ".py:" in path:
         return _call_function(path, split, name, arguments)
     if "://" in path:

@@ -5,6 +5,7 @@ import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import tasks
+from jaxrl_llm.data.sources import load
 
 
 def test_split_is_the_checksum_of_the_prompt():
@@ -149,3 +150,13 @@ def test_games_begun():
 def test_errors(arguments, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         tasks.generate(*arguments)
+
+
+def test_parts_of_splits():
+    train, test = (tasks.generate("sort", split) for split in ("train", "test"))
+    assert load("task:sort", "train[:10%]+test[-3:]") == train[: len(train) // 10] + test[-3:]
+    assert load("task:sort", "train[7:]") == train[7:]
+    with pytest.raises(ConfigError, match=r"has no split 'dev'"):
+        load("task:sort", "dev[:10%]")
+    with pytest.raises(ConfigError, match=r"none in the split 'train\[:0\]'"):
+        load("task:sort", "train[:0]")
