@@ -379,6 +379,7 @@ def test_rows_that_a_script_makes():
         ("data.filter(ok).map(form)", ["1", "3"]),
         ("data.map(form).select([2, 0])", ["3", "1"]),
         ("data.map(lambda row: {'t': row['t'] * 2}).map(form)", ["11", "22", "33"]),
+        ("data.filter(ok)\nrows = rows.map(form)\nnamed = rows\nrows = named", ["1", "3"]),
         ("concatenate_datasets([data.filter(ok), data.select([1])])", None),
     ],
 )

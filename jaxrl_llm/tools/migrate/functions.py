@@ -89,7 +89,8 @@ class Functions:
         class Inlined(ast.NodeTransformer):
             def visit_Name(self, node: ast.Name) -> ast.expr:
                 value = lookup(node) if node.id in statements else None  # of several names one is none of its own
-                return self.visit(copy.deepcopy(value)) if isinstance(value, ast.Call | ast.Subscript) else node
+                made = isinstance(value, ast.Call | ast.Subscript | ast.Name)
+                return self.visit(copy.deepcopy(value)) if made else node
 
         try:
             made = Inlined().visit(copy.deepcopy(node))
@@ -116,7 +117,7 @@ class Functions:
         missing = []
         for name in self._free(node) - seen:
             statement = self.statements.get(name)
-            if statement is None or (isinstance(statement, ast.Assign) and _calls(statement.value, (*RUNS, *LOADS))):
+            if statement is None or self._made_by_running(name, statement):
                 missing.append(name)
             elif not isinstance(statement, ast.Import | ast.ImportFrom):
                 missing += self._wanting(statement, seen | {name})
@@ -127,7 +128,7 @@ class Functions:
         if name in self.chosen or name in self.imports:
             return []
         statement = self.statements.get(name)
-        if statement is None or (isinstance(statement, ast.Assign) and _calls(statement.value, (*RUNS, *LOADS))):
+        if statement is None or self._made_by_running(name, statement):
             return [name]
         if isinstance(statement, ast.Import | ast.ImportFrom):
             alias = next(a for a in statement.names if name in (a.asname, a.name.partition(".")[0]))
@@ -143,6 +144,12 @@ class Functions:
             return [name]
         self.chosen[name] = self._source(statement)
         return missing
+
+    def _made_by_running(self, name: str, statement: ast.stmt) -> bool:
+        """Return True for a name whose statement loads or trains, or reads what earlier ones made of the name."""
+        if not isinstance(statement, ast.Assign):
+            return False
+        return _calls(statement.value, (*RUNS, *LOADS)) or name in self._free(statement.value)
 
     def _source(self, node: ast.stmt) -> str:
         first = min([node.lineno, *(line.lineno for line in getattr(node, "decorator_list", ()))])
