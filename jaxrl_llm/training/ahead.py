@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.algorithms.batch import Batch, Inputs
 from jaxrl_llm.distributed.sharding import row_shards, rows_to_global
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
@@ -61,20 +59,7 @@ def compilations(run: Run) -> Iterator[Callable[[], object]]:
         yield logps(reference.params)
     if isinstance(teacher, Teacher):
         yield logps(teacher.params, teacher.net)
-    tokens, segments, mask, _ = typical_rollouts(size, *shape)
-    minibatch = Batch(
-        Inputs(tokens, segments, prompt_width=learner.prompt_width),
-        mask=mask,
-        sample_logps=mask,
-        old_logps=mask if spec.old_logps in ("trainer", "sampler", "reference") else None,
-        proximal_share=mask if spec.old_logps == "interpolated" else None,
-        ref_logps=mask if learner.kl_in_loss else None,
-        advantages=mask,
-        observed=mask if spec.observations else None,
-        positive=mask[:, 0] if spec.correct_at is not None else None,
-        seeds=np.zeros(size, np.uint32) if spec.draws_seeds else None,
-        **learner.weights_of_rows([""] * size),
-    )
+    minibatch = learner.like(*typical_rollouts(size, *shape)[:3])
     scalars, update = learner.scalars(minibatch), cast(Any, run.update)
     minibatch = rows_to_global(run.pack.of_rows(size)(minibatch), mesh).replace(scalars=scalars)
     yield lambda: update.lower(run.state, minibatch, run.frozen).compile()

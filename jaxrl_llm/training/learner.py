@@ -119,7 +119,7 @@ class Learner:
         `made` are metrics of how the rollouts were made. Raises RewardError where a reward function logs a name of the
         run's own.
         """
-        spec, rollout, controllers, group_size = self.spec, rollouts.rollout, self.controllers, self.batch.group_size
+        spec, rollout, group_size = self.spec, rollouts.rollout, self.batch.group_size
         if self.reference is not None:
             self.reference.sync(state)
         teacher = self.teacher.at(state) if isinstance(self.teacher, SelfTeacher) else self.teacher
@@ -143,31 +143,10 @@ class Learner:
             self.baselines = dict(zip(self.baselines, np.asarray(result.baselines).tolist(), strict=True))
             metrics |= {f"{BASELINE}{name}": np.float32(value) for name, value in self.baselines.items()}
 
-        # The batch of step 6, of these rows or of some that were kept, and what its loss reads besides.
-        batch = Batch(
-            Inputs(
-                rollout.tokens, rollout.segments, images=images, experts=rollout.experts, prompt_width=self.prompt_width
-            ),
-            mask=result.mask,
-            sample_logps=rollout.sample_logps,
-            old_logps=before.old,
-            advantages=result.advantages,
-            values=before.values,
-            returns=result.returns,
-            **self.weights_of_rows(rollouts.environments),
-        )
-        if spec.old_logps == "interpolated":
-            versions = np.full((len(rollouts.prompts), rollout.tokens.shape[1]), rollouts.version, np.int32)
-            if rollouts.partial is not None:
-                versions[:, self.prompt_width :] = rollouts.partial.versions
-            batch = batch.replace(proximal_share=proximal_share(rows_to_global(versions, self.mesh), int(state.step)))
+        # The batch of step 6, of these rows or of some that were kept, and what its loss compares them with.
+        batch, ref_logps = self._batch(rollouts, images, before, result, int(state.step)), before.reference
+        if batch.proximal_share is not None:
             metrics["rollout/proximal_share"] = masked_mean(batch.proximal_share, rollout.mask)
-        if spec.correct_at is not None:
-            positive = (rollouts.rewards[:, 0] >= spec.correct_at).astype(np.float32)
-            batch = batch.replace(positive=rows_to_global(positive, self.mesh))
-        if spec.observations:
-            batch = batch.replace(observed=observation_mask(rollout.segments, rollout.mask, self.prompt_width))
-        ref_logps = before.reference
         if self.replay is not None:
             ref_logps = None  # of the rows before the exchange
             self.replay, batch, metrics["rollout/replayed_groups"] = replay_buffer.exchange(
@@ -182,9 +161,9 @@ class Learner:
             seeds = np.random.default_rng([first, 0]).integers(2**32, size=batch.rows, dtype=np.uint32)
             batch = batch.replace(seeds=rows_to_global(np.split(seeds, group.count)[group.index], self.mesh))
 
-        metrics |= {**controllers.metrics(), **made}
+        metrics |= {**self.controllers.metrics(), **made}
         metrics |= over_processes(rollouts.logged, {*metrics, "step", "time"})  # which each line has
-        self.controllers = controllers.after_rollouts(result.kl, batch.rows)
+        self.controllers = self.controllers.after_rollouts(result.kl, batch.rows)
         row_advantages = local_rows(masked_mean(result.advantages, mask, axis=-1))
         table = rollouts.table(RowGroup.of(self.mesh), self.advantages.reward_names, {}, row_advantages)
         return Experience(batch, metrics, table)
@@ -277,6 +256,57 @@ class Learner:
             greedy_rollout=None if greedy is None else greedy.rollout,
             baselines=None if roles is None else np.array([*self.baselines.values()], np.float32),
             **rows_to_global(of_rows, self.mesh),
+        )
+
+    def _batch(
+        self, rollouts: Rollouts, images: Images | None, before: LogProbs, result: Advantages, step: int
+    ) -> Batch:
+        """The rows that were sampled, after `step` training steps, with what the loss reads of each. `like` has the
+        same fields."""
+        spec, rollout, proximal, positive, observed = self.spec, rollouts.rollout, None, None, None
+        if spec.old_logps == "interpolated":
+            versions = np.full((len(rollouts.prompts), rollout.tokens.shape[1]), rollouts.version, np.int32)
+            if rollouts.partial is not None:
+                versions[:, self.prompt_width :] = rollouts.partial.versions
+            proximal = proximal_share(rows_to_global(versions, self.mesh), step)
+        if spec.correct_at is not None:
+            correct = (rollouts.rewards[:, 0] >= spec.correct_at).astype(np.float32)
+            positive = rows_to_global(correct, self.mesh)
+        if spec.observations:
+            observed = observation_mask(rollout.segments, rollout.mask, self.prompt_width)
+        return Batch(
+            Inputs(
+                rollout.tokens, rollout.segments, images=images, experts=rollout.experts, prompt_width=self.prompt_width
+            ),
+            mask=result.mask,
+            sample_logps=rollout.sample_logps,
+            old_logps=before.old,
+            proximal_share=proximal,
+            advantages=result.advantages,
+            values=before.values,
+            returns=result.returns,
+            positive=positive,
+            observed=observed,
+            **self.weights_of_rows(rollouts.environments),
+        )
+
+    def like(self, tokens, segments, mask) -> Batch:
+        """A batch of these rows with the fields, shapes and types of those of `prepare`, in which the mask stands for
+        other numbers: for programs that are compiled before there is one. It is without scalars, and without what
+        `ahead.compilations` leaves to the first step."""
+        spec, rows = self.spec, len(tokens)
+        return Batch(
+            Inputs(tokens, segments, prompt_width=self.prompt_width),
+            mask=mask,
+            sample_logps=mask,
+            old_logps=mask if spec.old_logps in ("trainer", "sampler", "reference") else None,
+            proximal_share=mask if spec.old_logps == "interpolated" else None,
+            ref_logps=mask if self.kl_in_loss else None,
+            advantages=mask,
+            positive=mask[:, 0] if spec.correct_at is not None else None,
+            observed=mask if spec.observations else None,
+            seeds=np.zeros(rows, np.uint32) if spec.draws_seeds else None,
+            **self.weights_of_rows([""] * rows),
         )
 
     def _with_distributions(
