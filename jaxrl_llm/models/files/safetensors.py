@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -359,13 +360,16 @@ def some(names: list[str]) -> str:
 
 
 def read_params(net: Net, files: Files, tensors: list[Stored], mesh: Mesh | None, seed: int) -> Params:
-    """The net's parameters without adapters, read leaf by leaf, and quantised leaf by leaf where the net is."""
+    """The net's parameters without adapters, read leaf by leaf, and quantised leaf by leaf where the net is.
+
+    Warns of matrices in few bits that are rounded once more for that.
+    """
     parts: dict[str, list[Stored]] = {}
     for tensor in tensors:
         parts.setdefault(tensor.leaf, []).append(tensor)
     shapes = net.plain.shapes()
     placed = shardings(shapes, mesh) if mesh is not None else jax.tree.map(lambda _: None, shapes)
-    quantized = quantized_kernels(net, mesh)
+    quantized, rounded_again = quantized_kernels(net, mesh), list[str]()
 
     def leaf(path, x, sharding):
         if (name := path_name(path)) not in parts:
@@ -396,11 +400,21 @@ def read_params(net: Net, files: Files, tensors: list[Stored], mesh: Mesh | None
         for number in range(x.shape[0]):
             own = [tensor for tensor in parts[name] if tensor.layer == number]
             scales = files.steps(own, kind, inputs_of_scale(kind, x.shape[-2]))
+            if scales is None:
+                slices = ((tensor.name, files.where[tensor.name].get_slice(tensor.name)) for tensor in own)
+                rounded_again.extend(name for name, matrix in slices if isinstance(matrix, Matrices))
             steps = None if scales is None else read(own, of_layer, jnp.float32, sharding, scales)
             stored = jax.block_until_ready(put(stored, read(own, of_layer, x.dtype, sharding), number, steps))
         return stored
 
-    return jax.tree_util.tree_map_with_path(leaf, shapes, placed)
+    params = jax.tree_util.tree_map_with_path(leaf, shapes, placed)
+    if rounded_again:
+        warnings.warn(
+            f"matrices that {files.folder} has in few bits are rounded once more, to be held in "
+            f"{net.config.quantized}: {some(rounded_again)}. docs/models.md says which kinds keep every number",
+            stacklevel=2,
+        )
+    return params
 
 
 def quantized_kernels(net: Net, mesh: Mesh | None) -> dict[str, Any]:

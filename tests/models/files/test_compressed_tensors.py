@@ -1,6 +1,7 @@
 """Matrices in the formats of compressed-tensors, against its own compressors and by hand."""
 
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -278,7 +279,11 @@ def test_stored_again_in_its_own_bits_every_number_stays(kind, quantize, keeps, 
         tensors |= own
     save_file(tensors, tmp_path / "model.safetensors")
     described(tmp_path, KINDS[kind][1], format=KINDS[kind][0])
-    save_hf(load_model(tmp_path, quantize=quantize), tmp_path / "out")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = load_model(tmp_path, quantize=quantize)
+    assert any(f"once more, to be held in {quantize}: " in str(x.message) for x in caught) != keeps
+    save_hf(model, tmp_path / "out")
     written = load_file(tmp_path / "out/model.safetensors")
     for name, expected in numbers.items():
         assert np.allclose(written[name], expected, rtol=1e-6) == keeps
