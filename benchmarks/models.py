@@ -284,10 +284,10 @@ difference.
 - score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`); transformers has none
   of Granite, OLMoE, Gemma 3n and 4, Llama 4, ERNIE 4.5, LFM2 and 3, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo
   Hybrid, Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open, nanochat,
-  VaultGemma, Bamba, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam, DeepSeek-V3.2, Hunyuan 3,
-  Mellum, Command A+, MiMo-V2, Laguna, Apertus 1.5, Ling 3, Kolibri, MiniMax-M3 and the mixtures of experts of Qwen3.5,
-  GLM and Granite. Step heads of GPT-2, GPT-J, GPT-Neo, StarCoder 1, Pythia, Falcon, BLOOM and MPT are refused:
-  their classes have other names, or there are none.
+  VaultGemma, Mamba, Bamba, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam, DeepSeek-V3.2,
+  Hunyuan 3, Mellum, Command A+, MiMo-V2, Laguna, Apertus 1.5, Ling 3, Kolibri, MiniMax-M3 and the mixtures of experts
+  of Qwen3.5, GLM and Granite. Step heads of GPT-2, GPT-J, GPT-Neo, StarCoder 1, Pythia, Falcon, BLOOM and MPT are
+  refused: their classes have other names, or there are none.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
@@ -350,6 +350,9 @@ difference.
 - Mamba-2, in the same way, with a state for each head: in layers of its own (Granite 4, Nemotron-H and 3) or beside
   attention in each layer (Falcon-H1, with its multipliers). Its steps have the limits of `time_step_limit`.
   Transformers cuts Nemotron's off below `time_step_min` in whole rows but not in decoding; here they are not cut.
+- Mamba-1, with a state for each channel, of which each number decays at a rate of its own: alone in a layer (Mamba,
+  Falcon Mamba). The tokens of a row go through the states one after another, and the backward pass has the states of
+  64 tokens at a time. Hidden states are in `model.dtype`, whatever `residual_in_fp32` says.
 - Layers that are a mixer, a feed-forward or experts alone, feed-forwards and experts without gates (Nemotron,
   nanochat and Arcee's AFM), and experts that are narrower than the model (Nemotron 3 Super). Experts without gates have
   no adapters.

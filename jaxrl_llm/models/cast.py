@@ -84,8 +84,8 @@ def copied_to_decode(params: Params, decoder: Net) -> Params:
 
 def _in_decoding_dtype(params: Params, decoder: Net) -> Params:
     config = decoder.config
-    kept = ("scale", "shift", "log_decay", "step_bias", "skip", "conv_bias", "conv/bias", "sinks", "correction")
-    kept += ("position/weight", *PARTS, *(f"activation/{name}" for name in XIELU_NUMBERS))
+    kept = ("scale", "shift", "log_decay", "log_rates", "step_bias", "skip", "conv_bias", "conv/bias", "sinks")
+    kept += ("correction", "position/weight", *PARTS, *(f"activation/{name}" for name in XIELU_NUMBERS))
     if config.router_in_fp32:
         kept += ("router/kernel", "router/bias")
     if config.fp32_head:

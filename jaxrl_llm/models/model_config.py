@@ -124,7 +124,7 @@ class ModelConfig:
     per_layer_vocab: int = 0
     altup_streams: int = 0  # of hidden states, see altup.py; 0: one, as they are
     laurel_rank: int = 0  # of a map whose outputs are a residual beside attention, see altup.Laurel; 0: none
-    delta_key_heads: int = 0  # of gated delta nets and Mamba-2 (groups), as the next four; see delta_net.GatedDeltaNet
+    delta_key_heads: int = 0  # of gated delta nets and Mamba (groups), as the next four; see delta_net.GatedDeltaNet
     delta_value_heads: int = 0
     delta_key_dim: int = 0
     delta_value_dim: int = 0
@@ -133,9 +133,11 @@ class ModelConfig:
     delta_floor: float | None = None  # of the log decays of Kimi delta attention; None: they have none
     delta_norms: str = ""  # `norms` of the layers with other mixers than attention; "": those of all
     conv_size: int = 0  # tokens that a short convolution sees, the current one included; see short_conv.ShortConv
-    conv_bias: bool = False  # of short convolutions, and of those in Mamba-2
-    state_bias: bool = False  # of the maps before and behind Mamba-2
-    time_step_limit: tuple[float, float] = (0.0, math.inf)  # of Mamba-2
+    conv_bias: bool = False  # of short convolutions, and of those in Mamba
+    state_bias: bool = False  # of the maps before and behind Mamba
+    step_rank: int = 0  # of the map that makes the steps of Mamba-1, as the next one; see mamba1.py
+    state_norm_eps: float | None = None  # its keys, queries and what makes steps are divided by their rms; None: not
+    time_step_limit: tuple[float, float] = (0.0, math.inf)  # of Mamba-2, as the next two
     mamba_norm: bool = True  # of its gated outputs
     mamba_scales: tuple[float, ...] = ()  # of its gates, values, keys, queries and steps; (): 1
     parallel_scales: tuple[float, ...] = ()  # of what attention reads and gives, and Mamba-2; see AttentionAndMamba

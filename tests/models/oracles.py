@@ -35,6 +35,7 @@ from transformers import (
     ExaoneMoeConfig,
     FalconConfig,
     FalconH1Config,
+    FalconMambaConfig,
     FlexOlmoConfig,
     Gemma2Config,
     Gemma3nTextConfig,
@@ -74,6 +75,7 @@ from transformers import (
     Lfm3Config,
     Llama4TextConfig,
     LlamaConfig,
+    MambaConfig,
     MellumConfig,
     MiMoV2FlashConfig,
     MiniCPM3Config,
@@ -213,6 +215,10 @@ SMALL_OPT: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 48,
     "init_std": 0.15, "max_position_embeddings": 64,
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+}  # fmt: skip
+SMALL_MAMBA: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 5, "conv_kernel": 3,
+    "initializer_range": 0.15, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }  # fmt: skip
 ALONE = {name: x for name, x in SHAPE.items() if name != "num_key_value_heads"}  # of heads with keys of their own
 FALCON = {name: x for name, x in ALONE.items() if name != "intermediate_size"} | {"ffn_hidden_size": 48}
@@ -680,6 +686,14 @@ VARIANTS = {
         mlp_layer_types=["dense", "sparse", "sparse", "sparse"], index_n_heads=2, index_head_dim=10,
         index_block_size=2, index_topk_blocks=3,
     ),
+    "mamba": lambda: MambaConfig(**SMALL_MAMBA),
+    "mamba-biases": lambda: MambaConfig(
+        **SMALL_MAMBA, use_bias=True, use_conv_bias=False, time_step_rank=5, intermediate_size=24,
+        tie_word_embeddings=False,
+    ),
+    "falcon_mamba": lambda: FalconMambaConfig(
+        **SMALL_MAMBA, tie_word_embeddings=False, expand=16, intermediate_size=48, mixer_rms_eps=1e-3
+    ),
     "deepseek_v2-greedy": lambda: DeepseekV2Config(
         **SHAPE | {"num_key_value_heads": 4}, num_experts_per_tok=2, moe_intermediate_size=16, n_routed_experts=8,
         q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
@@ -700,7 +714,7 @@ NO_CLASSIFIER = (  # of which transformers has none
     "gemma4_unified_text", "exaone_moe", "granite_swa", "granitemoe_swa", "youtu", "internlm3", "hyperclovax",
     "iquestcoder", "sarvam_moe", "sarvam_mla", "deepseek_v32", "glm_moe_dsa", "hy_v3", "mellum", "cohere2_moe",
     "mimo_v2_flash", "laguna", "apertus1p5_text", "bailing_hybrid", "kolibri1",
-    "minimax_m3_vl_text", "bamba",
+    "minimax_m3_vl_text", "bamba", "mamba", "falcon_mamba",
 )  # fmt: skip
 # Families whose nets another describes too.
 ALIKE = {

@@ -168,16 +168,15 @@ class GatedDeltaNet(nnx.Module):
         mixed, ba, segments = (constrain(a, "rows", *(None,) * (a.ndim - 1)) for a in (mixed, ba, inputs.segments))
         latest, tail = latest_in_rows(mixed, segments, self.config.delta_conv)
         heads = self._heads(latest, ba)
-        is_short = jax.default_backend() == "cpu" or x.shape[1] <= CHUNK
-        out, state = chunked(self.within, *heads, segments, CHUNK if is_short else self.chunk)
+        out, state = self._through_rows(heads, segments)
         out = self._with_skip(out, heads[2])
         return self._output(out, z), PromptState(_sharded(state, 1), tail)
 
     def decode(self, x, inputs: DecodeInputs, prompt: PromptState, cache: RowState, arrays):
         """The next W tokens of each row: output `[G,R*W,D]`, and the row's state before them with their inputs."""
         length = inputs.length
-        mixed, z, ba = (a.reshape(*length.shape, -1, *a.shape[2:]) for a in self._project(x))
-        width = mixed.shape[2]
+        width = x.shape[1] // length.shape[1]
+        mixed, z, ba = (a.reshape(*length.shape, width, *a.shape[2:]) for a in self._project(x))
         recent = written(cache.recent, jnp.concatenate([mixed, ba], axis=-1), length)
         fresh = length == 0
         place = jnp.where(fresh, 0, cache.place)
@@ -253,6 +252,12 @@ class GatedDeltaNet(nnx.Module):
     def kept_size(size: int) -> int:
         """The decays of a head with keys of that size."""
         return 1
+
+    def _through_rows(self, heads, segments) -> tuple[jax.Array, jax.Array]:
+        """The outputs `[N,T,h,r,v]` of the tokens of whole rows, what `_heads` gives of them, and the last states."""
+        q, k, v, g, beta = heads
+        is_short = jax.default_backend() == "cpu" or segments.shape[1] <= CHUNK
+        return chunked(self.within, q, k, v, g, beta, segments, CHUNK if is_short else self.chunk)
 
     def _with_skip(self, out, v):
         """The heads' outputs `[...,t,h,r,v]` with what their values add to them directly: nothing."""

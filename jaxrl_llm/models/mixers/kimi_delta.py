@@ -33,8 +33,8 @@ def within_chunks(q, k, v, g, beta, segments, before) -> Chunk:
     causal, later = (jnp.tril(jnp.ones((length,) * 2, bool), -first) for first in (0, 1))
     of_state = (segments == before[..., None])[..., None, None, :, None]
     from_state = jnp.where(of_state, jnp.exp(jnp.cumsum(g, axis=-2)), 0)
-    to_last = jnp.where(same[..., -1, :, None], jnp.exp(_behind(g)), 0)
-    keys, among = _decayed((k, q), k, g)
+    to_last = jnp.where(same[..., -1, :, None], jnp.exp(behind(g)), 0)
+    keys, among = decayed((k, q), k, g)
     wanted = jnp.concatenate([v, from_state * k], axis=-1) * beta[..., None]
     lower = jnp.where(later & same, keys, 0) * beta[..., None]
     own, taken = jnp.split(solved(lower, wanted), [v.shape[-1]], axis=-1)
@@ -42,12 +42,12 @@ def within_chunks(q, k, v, g, beta, segments, before) -> Chunk:
     return Chunk(own, reads, jnp.where(causal & same, among, 0), from_state[..., -1, :], to_last * k)
 
 
-def _behind(g) -> jax.Array:
+def behind(g) -> jax.Array:
     """The sums of g `[...,t,d]` over the tokens behind each."""
     return jax.lax.cumsum(jnp.pad(g[..., 1:, :], (*((0, 0),) * (g.ndim - 2), (0, 1), (0, 0))), g.ndim - 2, reverse=True)
 
 
-def _decayed(reads, keys, g) -> list[jax.Array]:
+def decayed(reads, keys, g) -> list[jax.Array]:
     """`sum_d read_td keys_sd exp(g_(s+1)d + ... + g_td)` `[...,t,s]` for s up to t; for other s it means nothing.
 
     Of each of the reads `[...,t,d]`, keys and log decays g `[...,t,d]`.
@@ -78,7 +78,7 @@ def _decayed(reads, keys, g) -> list[jax.Array]:
     n, m, other = jnp.ix_(*[jnp.arange(blocks)] * 3)
     between = (m < other) & (other < n)
     passed = jnp.where(between[..., None], of_g.sum(-2)[..., None, None, :, :], 0).sum(-2)  # [...,n,m,d]
-    left = (of_keys * jnp.exp(_behind(of_g)))[..., None, :, :, :] * jnp.exp(passed)[..., None, :]  # [...,n,m,b,d]
+    left = (of_keys * jnp.exp(behind(of_g)))[..., None, :, :, :] * jnp.exp(passed)[..., None, :]  # [...,n,m,b,d]
     left = left.reshape(*left.shape[:-3], -1, left.shape[-1])  # [...,n,s,d]
     is_own = jnp.arange(blocks * size) // size == jnp.arange(blocks)[:, None, None]
 

@@ -134,11 +134,12 @@ def test_peft_gives_the_same_logits_and_gradients(llama_folder, adapter, adapted
     "variant",
     variants(
         ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2-biases", "lfm3", "granitemoehybrid",
-         "nemotron_h", "falcon_h1", "kimi_linear", "olmo_hybrid", "bailing_hybrid", "bamba"]
+         "nemotron_h", "falcon_h1", "kimi_linear", "olmo_hybrid", "bailing_hybrid", "bamba",
+         "falcon_mamba"]
     ),
 )  # fmt: skip
 def test_other_mixers_have_the_adapters_of_peft(tmp_path, variant):
-    """Delta nets, short convolutions and Mamba-2, on every map of theirs, beside matrices as they are and quantised."""
+    """Delta nets, short convolutions and Mamba, on every map of theirs, beside matrices as they are and quantised."""
     make_oracle(variant).save_pretrained(tmp_path / "base")
     mixers = set(lora.TARGETS) - {"gate", "up", "down"}
     shape = dataclasses.replace(SHAPE, targets=tuple(name for name in lora.TARGETS if name in mixers))
@@ -153,13 +154,14 @@ def test_other_mixers_have_the_adapters_of_peft(tmp_path, variant):
             save_hf(load_model(tmp_path / "base", quantize=kind), base)
         oracle = in_peft(base, tmp_path / f"{kind}-adapter", attn_implementation="eager")
         adapted = {name.split(".")[-2] for name, _ in oracle.named_modules() if name.endswith(".lora_A")}
-        names = ("lfm2-biases", "lfm3", "granitemoehybrid", "nemotron_h", "falcon_h1", "bamba")
+        names = ("lfm2-biases", "lfm3", "granitemoehybrid", "nemotron_h", "falcon_h1", "bamba", "falcon_mamba")
         projections = {name: {"in_proj"} for name in names}
         projections |= {"kimi_linear": set(), "olmo_hybrid": set(), "bailing_hybrid": set()}
         projections["qwen3_next"] = {"in_proj_qkvz", "in_proj_ba"}
         expected = projections.get(variant, {f"in_proj_{name}" for name in ("qkv", "z", "b", "a")})
         assert {name for name in adapted if "in_proj" in name} == expected
         assert ("g_proj" in adapted) == (variant in ("lfm3", "olmo_hybrid", "bailing_hybrid"))
+        assert ("x_proj" in adapted) == (variant == "falcon_mamba")
         with torch.no_grad():
             np.testing.assert_allclose(model(TOKENS), oracle(torch.tensor(TOKENS)).logits.numpy(), atol=1e-4)
 

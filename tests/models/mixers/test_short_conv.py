@@ -1,4 +1,4 @@
-"""Short convolutions, delta nets and Mamba-2 behind them: decoding against whole rows, and rows that are sampled."""
+"""Short convolutions, delta nets and Mamba behind them: decoding against whole rows, and rows that are sampled."""
 
 import dataclasses
 
@@ -13,6 +13,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.mixers.attention import Attention
 from jaxrl_llm.models.mixers.delta_net import GatedDeltaNet
 from jaxrl_llm.models.mixers.kimi_delta import KimiDelta
+from jaxrl_llm.models.mixers.mamba1 import Mamba1
 from jaxrl_llm.models.mixers.mamba2 import Mamba2
 from jaxrl_llm.models.mixers.mixer import AttentionInputs
 from jaxrl_llm.models.mixers.short_conv import AT_ONCE, ShortConv
@@ -39,6 +40,10 @@ CONFIGS = {
     "kimi": dataclasses.replace(
         SHAPE, mixers=(KimiDelta, Attention), delta_key_heads=2, delta_value_heads=2, delta_key_dim=6,
         delta_value_dim=5, delta_conv=4,
+    ),
+    "mamba 1": dataclasses.replace(
+        SHAPE, mixers=(Mamba1, Attention), delta_key_heads=1, delta_value_heads=20, delta_key_dim=6, delta_value_dim=1,
+        delta_conv=4, conv_bias=True, step_rank=3, state_norm_eps=1e-3,
     ),
     "convolution": dataclasses.replace(SHAPE, mixers=(ShortConv, Attention), conv_size=3),
 }  # fmt: skip
@@ -140,5 +145,6 @@ def test_decays_are_those_of_the_trainer_in_16_bits_too(net, params):
     expected = {"delta net": {"log_decay", "step_bias", "norm_scale"}, "convolution": set()}
     expected["kimi"] = expected["delta net"]
     expected["mamba"] = expected["delta net"] | {"skip", "conv_bias"}
+    expected["mamba 1"] = {"log_rates", "step_bias", "skip", "conv_bias"}
     assert kept == expected[next(name for name, config in CONFIGS.items() if config == net.config)]
     assert layer["mlp"]["down"]["kernel"].dtype == jax.numpy.bfloat16
