@@ -291,7 +291,9 @@ class FeedForward(nnx.Module):
             hidden = gated(self.clipped, self.gate(x), self.up(x))
         elif self.cutoff is not None:  # of Gemma 3n
             gate = self.gate(x)
-            least = gate.mean(-1, keepdims=True) + self.cutoff * gate.std(-1, keepdims=True)
+            # Of rows that are padding alone gates may be all 0, where the root has no gradient.
+            deviation = jnp.sqrt(jnp.maximum(gate.var(-1, keepdims=True), 1e-30))
+            least = gate.mean(-1, keepdims=True) + self.cutoff * deviation
             hidden = self.activation(jax.nn.relu(gate - least)) * self.up(x)
         elif self.gate_scale != 1.0:
             hidden = self.activation(self.gate(x) * self.gate_scale) * self.up(x)

@@ -1,9 +1,14 @@
-"""Gemma 3n's own entries; tests/models/test_families.py compares what it computes with transformers."""
+"""Gemma 3n's own entries and edges; tests/models/test_families.py compares what it computes with transformers."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.families import gemma3n_text
+from jaxrl_llm.models.layers import FeedForward
 from tests.models.oracles import VARIANTS
 
 # config.json of the text part of google/gemma-3n-E2B-it, but for entries that say nothing about the network.
@@ -32,6 +37,18 @@ def test_a_published_model():
     assert written == written | E2B and gemma3n_text.to_config(written) == config
     defaults = {name: x for name, x in E2B.items() if name not in ("activation_sparsity_pattern", "layer_types")}
     assert gemma3n_text.to_config(defaults) == config
+
+
+def test_rows_of_padding_alone_have_gradients():
+    """Their embeddings may be 0, and so all gates of a token, whose standard deviation is compared with."""
+    config = gemma3n_text.to_config(VARIANTS["gemma3n_text"]().to_dict())
+    mlp = FeedForward(config.of(config.layer_configs[0]), nnx.Rngs(0))
+    assert mlp.cutoff is not None
+    graph, params = nnx.split(mlp)
+    x = jnp.stack([jnp.zeros(config.width), jnp.linspace(-1.0, 1.0, config.width)])
+    gradients = jax.grad(lambda params, x: nnx.merge(graph, params)(x).sum(), argnums=(0, 1))(params, x)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+    assert np.abs(gradients[1][1]).max() > 0
 
 
 @pytest.mark.parametrize(
