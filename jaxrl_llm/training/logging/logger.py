@@ -209,7 +209,8 @@ class Logger:
     def _flush(self, step: int) -> None:
         assert self._file is not None
         try:
-            self._file.flush()
+            if self._file.flush():
+                self.warn(f"{self.folder / METRICS} was deleted while the run goes on: it begins anew at step {step}")
         except OSError as error:
             if len(self._file.pending) == 1:  # the first of them: later ones fail for the same reason
                 self.warn(f"step {step} is not in {METRICS} yet: {error}; it is tried again with the next step")

@@ -42,8 +42,17 @@ class MetricsFile:
         """Adds a line; `flush` writes it."""
         self.pending.append(_line(record))
 
-    def flush(self) -> None:
-        """Writes the pending lines, oldest first; raises OSError at the first that cannot be, and leaves none of it."""
+    def flush(self) -> bool:
+        """Writes the pending lines, oldest first; True where the file had been deleted, and begins anew with them.
+
+        Raises OSError at the first that cannot be written, and leaves none of it.
+        """
+        path = Path(self._file.name)
+        deleted = not path.exists()
+        if deleted:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with self._file:
+                self._file = path.open("ab", buffering=0)
         while self.pending:
             line = self.pending[0]
             size = os.fstat(self._file.fileno()).st_size
@@ -54,6 +63,7 @@ class MetricsFile:
                     f"{self._file.name}: only {written} of {len(line)} bytes could be written; is the disk full?"
                 )
             self.pending.pop(0)
+        return deleted
 
     def close(self) -> None:
         """Closes the file once its lines are on the disk."""

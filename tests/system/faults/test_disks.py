@@ -1,7 +1,10 @@
 """Runs whose disk is full for a while, and where their checkpoints are kept."""
 
+import errno
 import json
 import math
+import os
+import re
 import resource
 import shutil
 
@@ -10,7 +13,8 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError, default, validate
 from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.training.checkpoint import manager
+from jaxrl_llm.models.model import save_hf
+from jaxrl_llm.training.checkpoint import manager, outputs
 from tests.system.faults.equality import assert_same_run, metrics
 from tests.system.faults.test_checkpoint_damage import fill, small_disk  # noqa: F401 (a fixture)
 
@@ -94,6 +98,38 @@ def test_a_disk_that_is_full_before_the_first_step(root, tmp_path, room):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not (tmp_path / "run/config.json").exists() and not (tmp_path / "run/.lock").exists()
+
+
+@pytest.mark.slow
+def test_a_run_outlives_a_model_of_a_step_that_cannot_be_written(root, tmp_path, capsys, monkeypatch):
+    def save(model, path, **options):
+        if path.name == "00002":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save_hf(model, path, **options)
+
+    monkeypatch.setattr(outputs, "save_hf", save)
+    config = configured(root, tmp_path / "run", checkpoint__contents=("state", "hf"))
+    config.total_steps = 4
+    jaxrl_llm.train(config, rewards=lengths)
+    assert sorted(path.name for path in (tmp_path / "run/hf_steps").iterdir()) == ["00001", "00003"]
+    assert re.search(r"model of step 2 could not .* No space left on device.* The run goes on", capsys.readouterr().err)
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_deleted_is_made_again(root, tmp_path, capsys):
+    def deleting(completions, trainer_state, **kwargs):
+        if trainer_state.global_step == 2:
+            shutil.rmtree(tmp_path / "run")
+        return lengths(completions)
+
+    config = configured(root, tmp_path / "run", checkpoint__every=0)
+    config.total_steps = 3
+    result = jaxrl_llm.train(config, rewards=deleting)
+    assert [line["step"] for line in metrics(result.output_dir / "metrics.jsonl")][-1] == 3
+    names = {path.name for path in result.output_dir.iterdir()}
+    assert names >= {"config.json", "metrics.jsonl", "completions", "checkpoints", "hf"}
+    assert (result.output_dir / "hf/README.md").is_file()
+    assert "metrics.jsonl was deleted while the run goes on: it begins anew at step" in capsys.readouterr().err
 
 
 @pytest.mark.slow

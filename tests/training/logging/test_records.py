@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +38,17 @@ def test_each_step_is_one_json_object(tmp_path):
     assert list(second) == ["step", "time", "reward", "kl", "num_tokens", "loss"]
     assert second["reward"] == 0.1 and second["kl"] == 0.5 and second["loss"] == 1.5
     assert second["num_tokens"] == 7 and isinstance(second["num_tokens"], int)
+
+
+def test_a_folder_that_is_deleted_is_made_again(tmp_path, capsys):
+    with Logger(quiet_spec(), tmp_path / "run") as logger:
+        logger.log(1, {"loss": 1.0})
+        shutil.rmtree(tmp_path / "run")
+        for step in (2, 3):
+            logger.log(step, {"loss": 1.0})
+            assert steps(tmp_path / "run")[-1] == step
+    assert steps(tmp_path / "run") == [2, 3]
+    assert capsys.readouterr().err.count("was deleted while the run goes on: it begins anew at step 2") == 1
 
 
 def test_numbers_come_back_to_the_last_digit(tmp_path):
