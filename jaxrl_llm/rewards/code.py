@@ -107,11 +107,14 @@ def program_of(text: str) -> str:
     blocks: list[tuple[str, list[str]]] = []
     is_open = False
     for line in text.replace("\r\n", "\n").split("\n"):
+        if re.fullmatch(r"\s*``` ?(?:python|py)3?\s*", line, re.IGNORECASE):
+            is_open = False  # a block that lacks its end
         if is_open:
             end = re.match(r"\s*```|([^`]+)```\s*$", line)  # backticks within a line of code are none
             blocks[-1][1].extend([line] if end is None else filter(None, [end[1]]))
             is_open, line = end is None, "" if end is None else line[end.end() :]
-        if not is_open and (opening := re.search(r"```([^`]*)$", line)):
+        words = re.sub(r"```[^`]+```", "", line)  # code within a sentence, ```f```, opens no block
+        if not is_open and (opening := re.search(r"```([^`]*)$", words)):
             blocks.append((opening[1].lower().partition(" ")[0], []))
             is_open = True
     if not blocks:

@@ -21,6 +21,14 @@ SYNONYMS = {
     r"\\\$": "", "~": " ", r"\\lbrace": r"\\{", r"\\rbrace": r"\\}", r"\\varnothing": r"\\emptyset",
     r"(?<![.,;\s])\s*[.,;]\s*$": "",
 }  # fmt: skip
+# Arguments of commands without braces, one letter or digit each: `\frac\pi2`, `\frac{1}x`, `\sqrt[3]2`.
+_BRACED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
+_LETTERS = "alpha|beta|gamma|delta|theta|lambda|mu|phi|pi|rho|sigma|tau|omega|ell|infty"
+_BARE = rf"(?:[A-Za-z0-9]|\\(?:{_LETTERS})(?![A-Za-z]))"
+UNBRACED = re.compile(
+    rf"(?P<command>\\[dtc]?frac(?![A-Za-z])|\\sqrt(?:\[\w+\])?)\s*(?P<first>{_BARE})"
+    rf"|(?P<above>\\[dtc]?frac\s*{_BRACED})\s*(?P<second>{_BARE})"
+)
 
 
 def numeric_answer(
@@ -132,6 +140,9 @@ def readable(expression: str) -> str:
         return str(above) if below == 1 else rf"\frac{{{above}}}{{{below}}}"
     if "=" in expression:
         return "=".join(map(readable, expression.split("=")))
+    while len(expression) <= LONGEST and (bare := UNBRACED.search(expression)):
+        before, argument = bare["command"] or bare["above"], bare["first"] or bare["second"]
+        expression = f"{expression[: bare.start()]}{before}{{{argument}}}{expression[bare.end() :]}"
     for name, common in SYNONYMS.items():
         expression = re.sub(rf"{name}(?![A-Za-z])", common, expression)
     return expression.strip()

@@ -95,7 +95,6 @@ def plain(text: str) -> str:
     text = text.translate(SIGNS).replace("{,}", ",")
     text = re.sub(r"(?<![^\s(=:])–(?=[$€£¥]?\.?\d)", "-", text)  # an en dash that can only be a sign
     text = re.sub(r"[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", _vulgar, text)
-    text = re.sub(r"(?<=\d)\s?per\s?cent\b", "%", text)
     if "\\" in text or "^" in text or "~" in text:
         text = re.sub(r"\\(?:left|right|displaystyle|boldsymbol)(?![A-Za-z])", "", text)
         words = r"text|textbf|textit|textrm|textsf|mathrm|mathbf|mathit|mathsf|mbox|operatorname"
@@ -111,7 +110,7 @@ def plain(text: str) -> str:
     text = re.sub(_THIN, " ", text)
     if re.search(r"\*\*[^*]*\*\*|__|`", text):
         text = re.sub(r"\*\*|__|`", "", text)
-    return re.sub(r"\s+", " ", text).strip()
+    return re.sub(r"(?<=\d) ?per ?cent\b", "%", re.sub(r"\s+", " ", text)).strip()
 
 
 def _vulgar(match: re.Match[str]) -> str:

@@ -23,6 +23,8 @@ def test_programs_are_found():
     assert program_of("print(1)") == "print(1)"
     assert program_of("```py\na\n```\n then ```python3\nb\n```") == "b\n"
     assert program_of("```python\ncut off") == "cut off\n"
+    assert program_of("Both ```f``` and ```g```: see ```python\na\n```\nThis is ```f``` again.") == "a\n"
+    assert program_of("Mind the ``` in it.\n```python\na\n```\n") == "a\n"
     assert program_of("```python\na\n```\nIt prints:\n```\n6\n```\n```text\n7\n```") == "a\n"
     assert program_of("```\na\n```\n```cpp\nb\n```") == "b\n"
     assert program_of("<think>```python\na\n```</think>```Python\r\n# ```x```\r\nb\r\n```\r\n") == "# ```x```\nb\n"

@@ -189,7 +189,12 @@ def test_math_accuracy_reads_numbers_as_boxes_do():
         "5 dollars": "5", "42 km/h": "42", "5 m/s": "5", "12 000 000": "12000000", "7.": "7",
     }  # fmt: skip
     texts = {r"\lbrace 1, 2\rbrace": r"\{1,2\}", r"\varnothing": r"\emptyset", "A.": r"\text{A}", r"x = \$5": "5"}
-    pairs = [pair for one, other in (numbers | texts).items() for pair in ((one, other), (other, one))]
+    bare = {
+        r"-\frac\pi4": r"-\frac{\pi}{4}",
+        r"\dfrac{\sqrt{3}}x": r"\frac{\sqrt3}{x}",
+        r"\sqrt[3]2\sqrt\pi": r"\sqrt[3]{2}\sqrt{\pi}",
+    }
+    pairs = [pair for one, other in (numbers | texts | bare).items() for pair in ((one, other), (other, one))]
     got = math_accuracy([rf"\boxed{{{one}}}" for one, _ in pairs], [other for _, other in pairs])
     assert not [pair for pair, each in zip(pairs, got, strict=True) if each != 1.0]
     wrong = [
@@ -198,8 +203,9 @@ def test_math_accuracy_reads_numbers_as_boxes_do():
         ("0", "5 000"),
         ("5/4", "2 3/4"),
         ("1.2", r"\lbrace 1,2\rbrace"),
+        (r"\frac\pi2", r"\frac\pi4"),
     ]
-    assert math_accuracy([rf"\boxed{{{box}}}" for box, _ in wrong], [answer for _, answer in wrong]) == [0.0] * 5
+    assert math_accuracy([rf"\boxed{{{box}}}" for box, _ in wrong], [answer for _, answer in wrong]) == [0.0] * 6
 
 
 def test_math_accuracy_behind_the_thoughts_is_that_of_trl():

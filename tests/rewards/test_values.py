@@ -25,7 +25,8 @@ RIGHT = {
         (rf"so \boxed{{{box}}}.", answer) for box, answer in [
             ("\u22125", "-5"), ("+5", "5"), (r"5\%", "5"), (r"5\%", "5%"), (r"50\%", "0.5"), (r"\$5", "5"),
             ("5 cm", "5"), (r"\frac{1}{2}\text{ m}", "0.5"),
-            ("5 percent", "5%"), ("5 per cent", "0.05"), ("60 degrees", r"60^\circ"), ("5 meters", "5 m"),
+            ("5 percent", "5%"), ("5 per cent", "0.05"), (r"5\text{ percent}", r"5\%"),
+            ("60 degrees", r"60^\circ"), ("5 meters", "5 m"),
             ("2 hrs", "2 hours"), (r"7 \text{ square feet}", r"7\text{ ft}^2"), ("5 seconds", "5 s"),
             ("3 meters per second", "3 m/s"), ("5 m/s²", "5 m/s^2"), ("5 cm²", "5 cm2"),
             ("5 kg m/s", "5"), ("5 N m", "5 Nm"), (r"5\text{ cm}^2", "5"), (r"5\,\text{cm}", "5 cm"),
