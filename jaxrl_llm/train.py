@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrl_llm.commands.welcome import welcome
-from jaxrl_llm.config import ConfigError, to_json, validate, with_correction
+from jaxrl_llm.config import to_json, validate, with_correction
 from jaxrl_llm.config.flags import load_flags, run, set_run_folder
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.config.secrets import masked
@@ -50,7 +50,7 @@ from jaxrl_llm.training.checkpoint.outputs import (
     write_given,
     writing,
 )
-from jaxrl_llm.training.checkpoint.settings import CONFIG, start_record
+from jaxrl_llm.training.checkpoint.settings import start_record
 from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.backends import check_installed
 from jaxrl_llm.training.logging.console import outlive_streams, stderr_console, stdout_console, waiting
@@ -162,30 +162,6 @@ def train(
         def current() -> Model:
             return replace(run.model, params=merge_frozen(state, run.frozen).params)
 
-        def write_model() -> None:
-            try:
-                written = export_step(folder, step, *finished_models(run, state), config.checkpoint.keep)
-            except ConfigError as error:
-                if jax.process_count() > 1:  # the others wait for this one, as for its share of a checkpoint
-                    raise
-                log.warn([f"{error}. The run goes on without it"])
-                return
-            if config.export.strategy == "every_save":
-                with stopwatch(UPLOAD), processes.all_or_none():
-                    problem = push_step(config, written, step)
-                log.warn([problem] if problem else [])
-
-        def let_go(failed: object, *_: object) -> None:
-            nonlocal run, state
-            if failed:
-                del run, state  # which the frame of a callback that raised has by `current`
-
-        stack.push(let_go)
-
-        if isinstance(run.source, OnlineSource) and run.source.first_stage is not None and step < config.total_steps:
-            with notices.ending("in the first stage, of which nothing is saved before step 1"):
-                run.source.first_stage(current().params, logger.note)
-
         def evaluate() -> Metrics:
             run.source.rest()  # rewards and environments are called by one thread at a time
             table, params = list[Row](), current().params
@@ -197,6 +173,40 @@ def train(
                 logger.completions(step, table, held_out=True)
             check_best(config.checkpoint.best, metrics)
             return metrics
+
+        def write_model() -> None:
+            written = export_step(folder, step, *finished_models(run, state), config.checkpoint.keep)
+            if config.export.strategy == "every_save":
+                with stopwatch(UPLOAD), processes.all_or_none():
+                    problem = push_step(config, written, step)
+                log.warn([problem] if problem else [])
+
+        def save(last: bool, leaves: bool) -> None:
+            _check_locks(locks)
+            host = {
+                **run.source.get_state(),
+                **log.counts,
+                "callbacks": hooks.get_state(step),
+                "load": loaded,
+                "updates_per_step": dict(run.updates_per_step),
+                "data_files": dict(run.data_files),
+            }
+            arrays = run.source.get_arrays() | ({} if run.average is None else run.average.arrays())
+            if "state" in config.checkpoint.contents or leaves:
+                checkpoints.save(step, state, host, arrays, log.newest, final=last or leaves)
+            if "hf" in config.checkpoint.contents and not last:
+                write_model()
+
+        def let_go(failed: object, *_: object) -> None:
+            nonlocal run, state
+            if failed:
+                del run, state  # which the frame of a callback that raised has by `current`
+
+        stack.push(let_go)
+
+        if isinstance(run.source, OnlineSource) and run.source.first_stage is not None and step < config.total_steps:
+            with notices.ending("in the first stage, of which nothing is saved before step 1"):
+                run.source.first_stage(current().params, logger.note)
 
         with Profiler(profiled, folder, stopwatch, logger.note) as profiler:
             hooks("on_begin", step, log.newest, current)
@@ -214,18 +224,21 @@ def train(
                 step += 1
                 profiler.begin(step)
                 began, compiled = time.perf_counter(), stopwatch.totals["compile"]
+                # 1 a batch of token rows
                 experience = run.source.next(merge_frozen(state, run.frozen), jax.random.fold_in(root, step))
                 flops = update_flops(run, step - 1, experience.batch) if log.peak else None
                 if flops is not None and not deferred:
                     with stopwatch("logps"), yielded():  # so that the time of the update is all its own
                         jax.block_until_ready(experience.batch)
                 return_memory()  # of the rollout, before the update needs the most
+                # 2 the update
                 with stopwatch("update"):
                     state, updates = improve(run, state, experience.batch)
                     if run.average is not None:
                         run.average.update(step, current().params)
                 log.add(Step(step, began, experience.metrics, updates, experience.table, compiled, flops, deferred))
 
+                # 3 what is due: the evaluation, the log, the checkpoint
                 asked = hooks("on_step", step, log.read(), current) if hooks.every_step else set()
                 last, leaves = step == min(config.total_steps, hooks.end), notices.reached(step, deferred)
                 evaluates = run.evaluation is not None and (
@@ -237,26 +250,14 @@ def train(
                 if saves or evaluates or not deferred:
                     log.settle(evaluate if evaluates else None)
                 if evaluates:
-                    saves = SAVE in hooks("on_evaluate", step, log.newest, current) or saves
+                    answers = hooks("on_evaluate", step, log.newest, current)
                     last = last or step == hooks.end  # a hook may have ended the run
                     leaves = leaves or notices.reached(step, deferred)  # an evaluation may take long
-                if saves or last or leaves:
+                    saves = saves or last or leaves or SAVE in answers
+                if saves:
                     hooks("on_checkpoint", step, log.newest, current)
                     with stopwatch("checkpoint"):
-                        _check_locks(locks)
-                        host = {
-                            **run.source.get_state(),
-                            **log.counts,
-                            "callbacks": hooks.get_state(step),
-                            "load": loaded,
-                            "updates_per_step": dict(run.updates_per_step),
-                            "data_files": dict(run.data_files),
-                        }
-                        arrays = run.source.get_arrays() | ({} if run.average is None else run.average.arrays())
-                        if "state" in config.checkpoint.contents or leaves:
-                            checkpoints.save(step, state, host, arrays, log.newest, final=last or leaves)
-                        if "hf" in config.checkpoint.contents and not last:
-                            write_model()
+                        save(last, leaves)
                     hooks("on_save", step, log.newest, current)
                 log.warn(checkpoints.warnings())
                 profiler.end(step, state)
@@ -292,8 +293,6 @@ def _exported(run: Run, state: State, checkpoints: Checkpoints, log: StepLog, lo
     checkpoints.exported = folder / "hf"
     with processes.all_or_none(), writing(folder):
         if jax.process_index() == 0:
-            if not (folder / CONFIG).is_file():  # someone has deleted it, or all of the folder, which is made again
-                start_record(folder, config, {}, None)
             write_cards(folder, int(state.step), config.export)
             (folder / "error.txt").unlink(missing_ok=True)  # of a start that failed
     return trained
