@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrl_llm.commands.welcome import welcome
-from jaxrl_llm.config import to_json, validate, with_correction
+from jaxrl_llm.config import ConfigError, to_json, validate, with_correction
 from jaxrl_llm.config.flags import load_flags, run, set_run_folder
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.config.secrets import masked
@@ -50,7 +50,7 @@ from jaxrl_llm.training.checkpoint.outputs import (
     write_given,
     writing,
 )
-from jaxrl_llm.training.checkpoint.settings import start_record
+from jaxrl_llm.training.checkpoint.settings import CONFIG, start_record
 from jaxrl_llm.training.evaluation.run import check_best
 from jaxrl_llm.training.logging.backends import check_installed
 from jaxrl_llm.training.logging.console import outlive_streams, stderr_console, stdout_console, waiting
@@ -175,7 +175,13 @@ def train(
             return metrics
 
         def write_model() -> None:
-            written = export_step(folder, step, *finished_models(run, state), config.checkpoint.keep)
+            try:
+                written = export_step(folder, step, *finished_models(run, state), config.checkpoint.keep)
+            except ConfigError as error:
+                if jax.process_count() > 1:  # the others wait for this one, as for its share of a checkpoint
+                    raise
+                log.warn([f"{error}. The run goes on without it"])
+                return
             if config.export.strategy == "every_save":
                 with stopwatch(UPLOAD), processes.all_or_none():
                     problem = push_step(config, written, step)
@@ -293,6 +299,8 @@ def _exported(run: Run, state: State, checkpoints: Checkpoints, log: StepLog, lo
     checkpoints.exported = folder / "hf"
     with processes.all_or_none(), writing(folder):
         if jax.process_index() == 0:
+            if not (folder / CONFIG).is_file():  # someone has deleted it, or all of the folder, which is made again
+                start_record(folder, config, {}, None)
             write_cards(folder, int(state.step), config.export)
             (folder / "error.txt").unlink(missing_ok=True)  # of a start that failed
     return trained
