@@ -340,8 +340,9 @@ def delta(x, a, b, config: LoraConfig, key_data=None, start: Sequence[jax.Array]
 
 
 def column_norms(matrix) -> jax.Array:
-    """The lengths `[..., out]` of the columns of a kernel `[..., in, out]`, in fp32."""
-    return jnp.linalg.norm(matrix.astype(jnp.float32), axis=-2)
+    """The lengths `[..., out]` of the columns of a kernel `[..., in, out]`, in fp32; at least 1e-30, as DoRA divides by
+    them, and layers that were added to a model may be zeros."""
+    return jnp.maximum(jnp.linalg.norm(matrix.astype(jnp.float32), axis=-2), 1e-30)
 
 
 def rescaling(kernel, a, b, m, config: LoraConfig) -> jax.Array:

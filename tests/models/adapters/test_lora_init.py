@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import peft
 import pytest
@@ -152,6 +153,19 @@ def test_other_starts(base):
         assert 0.7 < np.std(ours) / other.weight.detach().numpy().std() < 1.4
     np.testing.assert_array_equal(made["random"]["lora_a"], made["kaiming"]["lora_a"])
     assert 0.9 < np.abs(made["random"]["lora_b"]).max() * 8**0.5 <= 1.0  # torch's of a linear layer of 8 inputs
+
+
+def test_dora_leaves_columns_of_zeros_as_they_are():
+    """Such as those of layers that LLaMA Pro adds, which compute nothing at first."""
+    config = LoraConfig(2, targets=("o",), dora=True)
+    kernel = jnp.zeros((3, 2)).at[:, 0].set(2.0)
+    linear = {"kernel": kernel, "lora_a": jnp.ones((3, 2)), "lora_b": jnp.zeros((2, 2))}
+    linear = lora.with_magnitudes({**linear, "lora_m": jnp.zeros(2)})
+    a, b, m = (linear[name] for name in ("lora_a", "lora_b", "lora_m"))
+    np.testing.assert_array_equal(lora.rescaling(kernel, a, b, m, config), 1.0)
+    np.testing.assert_allclose(lora.merged_kernel(linear, config), kernel)
+    moved = lora.merged_kernel({**linear, "lora_b": b + 0.1, "lora_m": m + 0.5}, config)
+    np.testing.assert_allclose(jnp.linalg.norm(moved, axis=0), [12**0.5 + 0.5, 0.5], rtol=1e-5)
 
 
 def test_what_a_start_does_not_go_with(base):
