@@ -347,8 +347,9 @@ difference.
   ([compiled](performance.md#what-a-step-moves-by-the-compilers)). A state starts anew with each document of a packed
   row. A row's cache is its state and the inputs of its latest tokens, whatever its length. An update's rows are not
   packed (`batch.packing`). Layers for multi-token prediction are left out.
-- Mamba-2, in the same way, with a state for each head: in layers of its own (Granite 4, Nemotron-H and 3) or beside
-  attention in each layer (Falcon-H1, with its multipliers). Its steps have the limits of `time_step_limit`.
+- Mamba-2, in the same way, with a state for each head: in layers of its own (Granite 4, Nemotron-H and 3), alone
+  (Mamba-2, Mamba-Codestral) or beside attention in each layer (Falcon-H1, with its multipliers). Its steps have the
+  limits of `time_step_limit`.
   Transformers cuts Nemotron's off below `time_step_min` in whole rows but not in decoding; here they are not cut.
 - Mamba-1, with a state for each channel, of which each number decays at a rate of its own: alone in a layer (Mamba,
   Falcon Mamba). The tokens of a row go through the states one after another, and the backward pass has the states of

@@ -75,6 +75,7 @@ from transformers import (
     Lfm3Config,
     Llama4TextConfig,
     LlamaConfig,
+    Mamba2Config,
     MambaConfig,
     MellumConfig,
     MiMoV2FlashConfig,
@@ -694,6 +695,11 @@ VARIANTS = {
     "falcon_mamba": lambda: FalconMambaConfig(
         **SMALL_MAMBA, tie_word_embeddings=False, expand=16, intermediate_size=48, mixer_rms_eps=1e-3
     ),
+    "mamba2": lambda: Mamba2Config(**SMALL_MAMBA, num_heads=8, head_dim=8, n_groups=2),
+    "mamba2-biases": lambda: Mamba2Config(
+        **SMALL_MAMBA, num_heads=4, head_dim=8, n_groups=1, expand=1, use_bias=True, use_conv_bias=False,
+        tie_word_embeddings=True,
+    ),
     "deepseek_v2-greedy": lambda: DeepseekV2Config(
         **SHAPE | {"num_key_value_heads": 4}, num_experts_per_tok=2, moe_intermediate_size=16, n_routed_experts=8,
         q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
@@ -714,7 +720,7 @@ NO_CLASSIFIER = (  # of which transformers has none
     "gemma4_unified_text", "exaone_moe", "granite_swa", "granitemoe_swa", "youtu", "internlm3", "hyperclovax",
     "iquestcoder", "sarvam_moe", "sarvam_mla", "deepseek_v32", "glm_moe_dsa", "hy_v3", "mellum", "cohere2_moe",
     "mimo_v2_flash", "laguna", "apertus1p5_text", "bailing_hybrid", "kolibri1",
-    "minimax_m3_vl_text", "bamba", "mamba", "falcon_mamba",
+    "minimax_m3_vl_text", "bamba", "mamba", "falcon_mamba", "mamba2",
 )  # fmt: skip
 # Families whose nets another describes too.
 ALIKE = {

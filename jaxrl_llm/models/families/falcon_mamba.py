@@ -20,5 +20,5 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    own = mamba.selective_entries(config, base) | {"mixer_rms_eps": config.state_norm_eps}
+    own = mamba.entries(config, base, mamba.FIELDS) | {"mixer_rms_eps": config.state_norm_eps}
     return mamba.write(config, base, mamba.NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, own)

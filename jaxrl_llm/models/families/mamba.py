@@ -82,13 +82,16 @@ def read(
 
 
 def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    return write(config, base, NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, selective_entries(config, base))
+    return write(config, base, NAMES, DEFAULTS, ARCHITECTURE, MODEL_TYPE, entries(config, base, FIELDS))
 
 
-def selective_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
-    """The entries that `selective` reads; those that may be left to the width as `base` has them."""
-    own = decoder.write_fields(config, FIELDS)
-    return own | ({"time_step_rank": config.step_rank} if base is None else {})
+def entries(config: ModelConfig, base: dict[str, Any] | None, fields: dict[str, str]) -> dict[str, Any]:
+    """The entries of `fields`, and without a `base` those that may be left to the width."""
+    own = decoder.write_fields(config, fields)
+    if base is None:
+        states = config.delta_value_heads * config.delta_value_dim
+        own |= {"time_step_rank": config.step_rank or "auto", "expand": max(states // config.width, 1)}
+    return own
 
 
 def write(
