@@ -18,6 +18,7 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
+import logging
 import os
 import re
 import socket
@@ -25,6 +26,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,6 +159,9 @@ def join(config: ConfigDict | None = None, samplers: int = 0) -> None:
     order_collectives()  # before devices are asked for
     _check_devices()
     own = ProcessSpec(spec.coordinator if spec else cluster or "", jax.process_count(), jax.process_index())
+    if jax.process_index():  # what is read, and how, is the same in all: the first says what there is to say of it
+        logging.getLogger("jaxrl_llm.data").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", module=r"jaxrl_llm\.(config|data|models)\b")
     group = Group(own, check_agreed(agreed_facts(config), START_ALIKE))
     group.listener = threading.Thread(target=_listen, args=(group,), daemon=True, name="other processes")
     group.listener.start()

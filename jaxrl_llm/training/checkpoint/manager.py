@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from etils import epath
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.resolve import TransientError, closest
+from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.orbax import ocp
 from jaxrl_llm.distributed.sharding import over
 from jaxrl_llm.models.net import Params
@@ -144,10 +143,12 @@ class Checkpoints:
             return None
         process, count = jax.process_index(), jax.process_count()
         fault = checksums.damage(Path(self.folder) / str(step), process, count)
-        if count == 1:
-            return fault
-        bad = np.flatnonzero(multihost_utils.process_allgather(np.array([fault is not None])).reshape(-1))
-        return fault or (f"process {bad[0]} cannot read all of it, see its message" if len(bad) else None)
+        faults = [
+            other if count == 1 else f"{other} (as process {index} reads it)"
+            for index, other in enumerate(processes.gather(fault))
+            if other is not None
+        ]
+        return faults[0] if faults else None
 
     def newest_intact(self) -> tuple[int | None, list[str]]:
         """The newest step whose files are as they were saved, or None without steps, and the faults of later steps.

@@ -112,7 +112,7 @@ class StepLog:
             )
         self.counts = {"num_tokens": self.counts["num_tokens"] + int(trained), "skipped": skipped}
         if skipped:
-            self.logger.warn(f"step {step.number}: {what}, and changed nothing")
+            self.warn([f"step {step.number}: {what}, and changed nothing"])
         else:
             self._learn(updates)
         # Steps overlap: the time of one starts where the one before it ended.
@@ -140,9 +140,11 @@ class StepLog:
         # The run's own names meet in num_tokens alone: any other is one that a reward function has logged.
         for name in sorted(step.metrics.keys() & (updates | own).keys() - {"num_tokens"} - self._overwritten):
             self._overwritten.add(name)
-            self.logger.warn(
-                f"step {step.number}: a reward function logs {name!r}, which is the run's own metric, and it is not "
-                "shown: log it under another name"
+            self.warn(
+                [
+                    f"step {step.number}: a reward function logs {name!r}, which is the run's own metric, and it is "
+                    "not shown: log it under another name"
+                ]
             )
         metrics |= own
         if step.table:
@@ -165,8 +167,8 @@ class StepLog:
         return self.history[-1] if self.history else {}
 
     def warn(self, lines: Iterable[str]) -> None:
-        """Shows a warning for each of the lines."""
-        for line in lines:
+        """Shows a warning for each of the lines, which are of the run: of several processes the first alone does."""
+        for line in lines if jax.process_index() == 0 else ():
             self.logger.warn(line)
 
 

@@ -284,3 +284,36 @@ def test_what_reward_functions_log_in_evaluations(root, tmp_path, together):
     found = numbers[1]
     assert found["mine/size"] == found["rewards/score/mean"] == found["reward"] and found["mine/paid"] == 3 * 2 + 3
     assert 0 < found["rewards/score/even"] < 1 and "maj@2" in found
+
+
+WARNS = """
+import logging, warnings
+from jaxrl_llm.config import default
+from jaxrl_llm.distributed import processes
+processes.join()
+from jaxrl_llm.training.logging.logger import Logger, LoggingSpec
+from jaxrl_llm.training.logging.step_log import StepLog
+from jaxrl_llm.training.logging.stopwatch import Stopwatch
+from jaxrl_llm.training.setup.records import health_spec
+
+with Logger(LoggingSpec(("jsonl",)), "run") as logger:
+    log = StepLog(health_spec(default()), lambda metrics: None, Stopwatch(), logger, {})
+    log.warn(["a warning of the run"])
+logging.getLogger("jaxrl_llm.data.opening").warning("a warning of the data")
+warnings.warn_explicit("a warning of the model", UserWarning, "hf.py", 1, "jaxrl_llm.models.files.hf")
+warnings.warn_explicit("a warning of own rows", UserWarning, "call.py", 1, "jaxrl_llm.rewards.call")
+processes.end(0)
+"""
+
+
+@pytest.mark.slow
+def test_what_is_the_same_in_all_processes_is_warned_of_once(together):
+    ended = together(2, "-c", WARNS)
+    all_ended_well(ended)
+    for index, whats in enumerate([("the run", "the data", "the model", "own rows"), ("own rows",)]):
+        found = [
+            what
+            for what in ("the run", "the data", "the model", "own rows")
+            if f"a warning of {what}" in ended[index].err
+        ]
+        assert found == [*whats]
