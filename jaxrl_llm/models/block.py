@@ -81,7 +81,7 @@ class Block(nnx.Module):
     def decode(
         self, x, inputs: DecodeInputs, prompt, cache, arrays
     ) -> tuple[jax.Array, tuple[Any, jax.Array | None], Any]:
-        """The same of the next tokens: the mixer's cache has them."""
+        """As `prefill`, of the next tokens x of rows, whose mixer's cache is `cache` and comes back with them in it."""
         mixed, cache = self.mixer.decode(normed(self.input_norm, x), inputs, prompt, cache, arrays)
         own, passed, gate = Passing.of(cache, (prompt, cache))
         x, experts, _ = self._feed_forward(x, mixed, gate)

@@ -85,7 +85,7 @@ class Experts(nnx.Module):
         return self.compute(dense if by_all else grouped, x, weights, chosen)
 
     def compute(self, method, x, weights, chosen):
-        """The same, by the method `dense` or `grouped`, on each device for the experts and tokens it has."""
+        """As a call, by the method `dense` or `grouped`, on each device for the experts and tokens it has."""
         kernels = Kernels(None, self.up.matrices(x.dtype), self.down.matrices(x.dtype), up_bias=self.up.biases(x.dtype))
         if self.gate is not None:
             kernels = kernels._replace(gate=self.gate.matrices(x.dtype), gate_bias=self.gate.biases(x.dtype))
@@ -184,7 +184,7 @@ _stored_einsum.defvjp(lambda dims, kind, x, kernel: (_stored_einsum(dims, kind, 
 
 
 def grouped(kernels: Kernels, x, weights, chosen, activation, on_inputs: bool = False, kind: str = "none"):
-    """The same from each token's own experts: token copies are sorted by expert and multiplied group by group.
+    """As `dense`, from each token's own experts: copies of tokens are sorted by expert and multiplied group by group.
 
     Copies for no expert's number are zeros behind the last group.
     """

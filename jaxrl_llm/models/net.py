@@ -39,6 +39,7 @@ class Net:
 
     @functools.cached_property
     def graph(self):
+        """The structure of the module, which parameters are merged into."""
         return nnx.split(_abstract(self.config))[0]
 
     def bind(self, params: Params) -> Transformer:

@@ -52,6 +52,6 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
 def write(
     config: ModelConfig, base: dict[str, Any] | None, family: str, model_type: str, own: dict[str, Any]
 ) -> dict[str, Any]:
-    """The same of a `family` with the shape of Apertus, and its `own` entries."""
+    """The config.json of a net of a `family` with the shape of Apertus: `base` changed, with the `own` entries."""
     own = {"attention_bias": config.attention_bias} | ({"hidden_act": "xielu"} if base is None else {}) | own
     return decoder.from_config(config, base, family, model_type, own, rope=with_rope)

@@ -104,7 +104,7 @@ def write(
     model_type: str,
     own: dict[str, Any],
 ) -> dict[str, Any]:
-    """The same of a `family` with the shape of GPT-2, and its `own` entries."""
+    """The config.json of a net of a `family` with the shape of GPT-2: `base` changed, with the `own` entries."""
     own = {"n_positions": config.learned_positions, "scale_attn_weights": config.query_scale is None, **own}
     own |= decoder.unsaid_ffn(config, base, "n_inner")
     without = (*decoder.ROTARY_AND_GROUPED, *(("max_position_embeddings",) if base is None else ()))

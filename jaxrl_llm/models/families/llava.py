@@ -29,7 +29,7 @@ def on_the_hub(text: Iterable[TensorName], vision: Iterable[TensorName]) -> tupl
 
 
 def as_modules(text: Iterable[TensorName], vision: Iterable[TensorName]) -> tuple[TensorName, ...]:
-    """The same keys as the classes of transformers 5 have them."""
+    """The keys of a decoder and of a vision part as the classes of transformers 5 have them."""
     inside = (key._replace(tensor=f"model.{key.tensor}") for key in vision)
     return (*_renamed(text, "model.language_model.", "lm_head."), *inside)
 

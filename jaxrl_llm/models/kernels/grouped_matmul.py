@@ -160,6 +160,7 @@ def _rows(array, size: int):
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def looped_matmul(x, kernels: Kernel, sizes, transposed: bool, dtype, kind: str = "none"):
+    """`_Method.matmul` of CPUs: a loop over blocks of rows, of which those behind the last group are skipped."""
     size = _block_rows(len(x), sizes.size)
     rows_of_x = _rows(x, size)
 
@@ -184,6 +185,7 @@ def looped_matmul(x, kernels: Kernel, sizes, transposed: bool, dtype, kind: str 
 
 @jax.jit
 def looped_outer(x, y, kernels, sizes):
+    """`_Method.outer` of CPUs: a loop over blocks of rows, which adds each product to its group's sum."""
     size = _block_rows(len(x), sizes.size)
     rows_of_x, rows_of_y = _rows(x, size), _rows(y, size)
 

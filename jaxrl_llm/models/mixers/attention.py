@@ -40,7 +40,7 @@ class KeyValues(NamedTuple):
 
 
 class ShiftedKeyValues(NamedTuple):
-    """Those of a prompt behind which positions do not go on by one."""
+    """Keys and values of a prompt behind which positions do not go on by one."""
 
     k: jax.Array
     v: jax.Array

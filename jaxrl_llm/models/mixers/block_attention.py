@@ -58,7 +58,7 @@ class BlockAttention(Attention):
 
     @staticmethod
     def flops(config, tokens, pairs):
-        """Those of attention to every token, as it is computed, and of the indexer."""
+        """The operations of attention to every token, as it is computed, and of the indexer."""
         return Attention.flops(config, tokens, pairs) + 2.0 * config.index_heads * config.index_head_dim * pairs
 
     def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, BlockCache]:
@@ -90,7 +90,7 @@ class BlockAttention(Attention):
 
     @staticmethod
     def empty_cache(prompt: BlockCache, rows: int, size: int) -> BlockCache:
-        """Both of rows, of attention and of latents."""
+        """Empty keys and values of rows, as `Attention.empty_cache` makes them, and keys of the indexer."""
         kept, keys = Attention.empty_cache(prompt.kept, rows, size), prompt.keys
         return BlockCache(kept, LatentAttention.empty_cache(keys, rows, size))
 

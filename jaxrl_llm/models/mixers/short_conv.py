@@ -35,9 +35,10 @@ def latest_in_rows(x, segments, size: int) -> tuple[list[jax.Array], jax.Array]:
 
 
 def latest_at(places, recent, tail, dtype) -> list[jax.Array]:
-    """The same `[G,R,t,m]` for tokens at `places` `[G,R,t]` of rows, from the first m numbers of their tokens.
+    """The K tokens that each token at `places` `[G,R,t]` of rows sees, as K arrays `[G,R,t,m]`, its own the last.
 
-    `recent` `[G,R,S,...]` has token i at i % S; before the row lie the last tokens of its prompt, `tail` `[G,K-1,m]`.
+    They are the first m numbers of `recent` `[G,R,S,...]`, which has token i at i % S; before the row lie the last
+    tokens of its prompt, `tail` `[G,K-1,m]`.
     """
     before, numbers = tail.shape[-2:]
     latest = []
