@@ -55,18 +55,37 @@ def sample(config) -> None:
         _sample(config, index or 0, rendezvous, sign)
 
 
+class NewestPolicy:
+    """The policy that was read last, of the files that the learners write.
+
+    `start` are the parameters that this process has loaded: those whose names are `frozen` stay, and the others say on
+    which devices and in which types a policy is placed.
+    """
+
+    def __init__(self, start: Params, frozen: tuple[str, ...]):
+        self._frozen, trained = split(start, frozen)
+        self._like = placed(trained, jax.tree.map(lambda x: x.sharding, trained))  # shapes: no policy is held yet
+        self._path, self._arrays = "", dict[str, np.ndarray]()  # the file, and its arrays on the host
+        self.params: Params = {}
+        self.pipeline: dict[str, Any] = {}  # the position in the data of its first batch
+
+    def read(self, path: Path) -> None:
+        """Take up the policy of a file, unless it is the one that is held."""
+        if str(path) == self._path:
+            return
+        header, self._arrays = read_policy(path, self._path, self._arrays)
+        self._path, self.params, self.pipeline = str(path), {}, header["pipeline"]  # one goes before the next comes
+        self.params = combine(self._frozen, policy_params(self._arrays, self._like))
+
+
 def _sample(config, index: int, rendezvous: Rendezvous, sign: Heartbeat) -> None:
     learners = HeartbeatReader(rendezvous.folder / LEARNER, rendezvous)
     producer, model, watch, environments = build_producer(config)
     worker, root = producer.worker, jax.random.key(config.seed)
     facts: dict[str, Any] = processes.agreed_facts(config)
-    start, header = dict[str, Any](), dict[str, Any]()
-    newest = 0  # the step that was made last, of this start of the learners
-    policy: Params = {}
-    name, arrays = "", dict[str, np.ndarray]()  # the file of the policy, and its arrays on the host
+    start, newest = dict[str, Any](), 0  # of the learners, and the step that was made last for it
     with jax.set_mesh(worker.mesh), Watchdog(config.watch.hang_seconds, watch, rendezvous.folder):
-        frozen, trained = split(worker.copy_policy(model.params), model.net.config.frozen)
-        trained = placed(trained, jax.tree.map(lambda x: x.sharding, trained))  # as shapes: no policy is held yet
+        policy = NewestPolicy(worker.copy_policy(model.params), model.net.config.frozen)
         del model
         try:
             while True:
@@ -104,13 +123,10 @@ def _sample(config, index: int, rendezvous: Rendezvous, sign: Heartbeat) -> None
                     continue  # it was taken meanwhile
                 try:
                     if not there:
-                        if str(path) != name:
-                            header, arrays = read_policy(path, name, arrays)
-                            name, policy = str(path), {}  # the former goes before the next one comes
-                            policy = combine(frozen, policy_params(arrays, trained))
-                        position = header["pipeline"]["position"] + (step - first) * config.batch.prompts
-                        producer.pipeline.set_state({**header["pipeline"], "position": position})
-                        rollouts = producer.produce(policy, version, step, jax.random.fold_in(root, step))
+                        policy.read(path)
+                        position = policy.pipeline["position"] + (step - first) * config.batch.prompts
+                        producer.pipeline.set_state({**policy.pipeline, "position": position})
+                        rollouts = producer.produce(policy.params, version, step, jax.random.fold_in(root, step))
                         seconds = {k.replace("time/", "producer/"): x for k, x in watch.take().items()}
                         shares = [share_of(rollouts, number, start["shares"]) for number in range(start["shares"])]
                         parts = [pack([share]).tobytes() for share in shares]
