@@ -1,4 +1,11 @@
-"""From rewards to advantages: group baselines, GDPO, RLOO, REINFORCE++, GAE, and the token rewards they read.
+"""From rewards to advantages: the rules, each `NAME_advantages`, and the scores and token rewards that they read.
+
+    without a baseline        zero, raw_reward
+    from the group's scores   group (GRPO, Dr. GRPO), gdpo, rloo, gpg, passk, pkpo, maxrl, opo
+    from other completions    a2po (the reference's), remax (a greedy one)
+    of tokens                 reinforce_plus_plus, reinforce_plus_plus_baseline, otb
+    with a critic             ppo (by gae), vapo
+    of turns and steps        see `turn_advantages`
 
 Rows of one prompt are adjacent, so `[N]` scores reshape to `[B, group_size]`. NaN in a reward means "this reward
 function does not apply to this row". A row for which no function applies is unscorable: its score is NaN, it takes no
@@ -247,6 +254,20 @@ def maxrl_advantages(scores, group_size: int) -> Array:
     return jnp.nan_to_num(advantages.reshape(-1), nan=0.0)
 
 
+def opo_advantages(scores, lengths, group_size: int) -> Array:
+    """Returns advantages `[N]`: each score minus the length-weighted mean score of its group.
+
+    Shapes: `scores [N]`, `lengths [N]` in tokens. Formula: `A_i = r_i - sum_j len_j r_j / sum_j len_j`. NaN scores are
+    left out and get 0. Raises ValueError when N is not a multiple of group_size. Source: OPO, arXiv 2505.23585.
+    """
+    grouped, lengths = _groups(scores, group_size), _groups(lengths, group_size)
+    lengths = jnp.where(jnp.isnan(grouped), 0.0, lengths)
+    centered = _centered(grouped)
+    weighted = jnp.sum(lengths * jnp.nan_to_num(centered), axis=1, keepdims=True)
+    baseline = weighted / jnp.maximum(lengths.sum(axis=1, keepdims=True), 1.0)
+    return jnp.nan_to_num((centered - baseline).reshape(-1), nan=0.0)
+
+
 def a2po_advantages(scores, reference_scores, beta1: float = 0.5) -> Array:
     """Returns advantages `[N]`: each score minus the optimal value of its prompt, `r - V*`.
 
@@ -270,20 +291,6 @@ def optimal_values(reference_scores, beta: float) -> Array:
     valid = ~jnp.isnan(scores)
     total = jax.nn.logsumexp(jnp.where(valid, scores / beta, -jnp.inf), axis=-1)
     return beta * (total - jnp.log(valid.sum(axis=-1)))  # of no score -inf - -inf, NaN
-
-
-def opo_advantages(scores, lengths, group_size: int) -> Array:
-    """Returns advantages `[N]`: each score minus the length-weighted mean score of its group.
-
-    Shapes: `scores [N]`, `lengths [N]` in tokens. Formula: `A_i = r_i - sum_j len_j r_j / sum_j len_j`. NaN scores are
-    left out and get 0. Raises ValueError when N is not a multiple of group_size. Source: OPO, arXiv 2505.23585.
-    """
-    grouped, lengths = _groups(scores, group_size), _groups(lengths, group_size)
-    lengths = jnp.where(jnp.isnan(grouped), 0.0, lengths)
-    centered = _centered(grouped)
-    weighted = jnp.sum(lengths * jnp.nan_to_num(centered), axis=1, keepdims=True)
-    baseline = weighted / jnp.maximum(lengths.sum(axis=1, keepdims=True), 1.0)
-    return jnp.nan_to_num((centered - baseline).reshape(-1), nan=0.0)
 
 
 def remax_advantages(scores, greedy_scores) -> Array:

@@ -8,6 +8,16 @@
 - `ref_*` may be None: the loss is then reference-free, as if the reference gave log-prob 0. Losses that do not declare
   `reference` accept one and do not read it.
 
+By what they read:
+
+    the difference of both log-ratios   dpo, hinge, ipo, sigmoid_norm, exo_pair, robust, discopop
+    each log-ratio by itself            nca_pair, bco_pair, sppo_hard, apo_zero, apo_down
+    log-ratios in order                 aot, aot_unpaired
+    no reference                        cpo, simpo, alphapo, orpo; beside a gold completion tpo, tpo_l
+    the likelihood alone                sft, gold_sft
+    labelled rows                       kto, apo_zero_unpaired
+    scores of a reward model            bradley_terry
+
 Notation: u = policy_chosen - ref_chosen, v = policy_rejected - ref_rejected, d = u - v, logits = beta * d. The caller
 takes the mean over pairs and adds any likelihood term, on the chosen completion or on a third, the gold one. All
 log-probs are natural logarithms.

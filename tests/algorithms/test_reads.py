@@ -129,6 +129,14 @@ def test_the_table_has_every_name(root):
     assert rows_of(rows, "process reward model").keys() == public(step_losses).keys()
 
 
+def test_a_module_lists_what_it_has():
+    """The tables in their docstrings, where a reader looks for a name."""
+    rules = public(advantages, "_advantages")
+    for module, names in ((policy_losses, POLICY), (preference_losses, preference_losses.LOSSES), (advantages, rules)):
+        listed = set(re.findall(r"\w+", module.__doc__ or ""))
+        assert not names.keys() - listed - {"sigmoid"}, module.__name__
+
+
 @pytest.mark.parametrize("name", sorted(POLICY))
 def test_policy_losses_read_what_the_table_says(root, name):
     loss, said = POLICY[name], table(root)["policy loss", name]
