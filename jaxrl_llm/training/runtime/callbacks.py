@@ -115,26 +115,19 @@ BUILT_IN = {"early_stopping": early_stopping}
 
 
 class Callbacks:
-    """The callbacks of a run, by name. `note` shows a line.
+    """The callbacks of a run, by name. `note` shows a line, on the console of the run once it has one.
 
     `record` is the run's configuration as JSON, of which callbacks get a copy; `evaluates` says whether there is
     anything to evaluate. `stopped` is the name of the callback that has asked to end the run, None while it goes on,
     and `end` the last step then.
     """
 
-    def __init__(
-        self,
-        named: Mapping[str, Any],
-        record: str,
-        folder: Path,
-        evaluates: bool = True,
-        note: Callable[[str], None] = print,
-    ):
+    def __init__(self, named: Mapping[str, Any], record: str, folder: Path, evaluates: bool = True):
         self.named = dict(named)
         self.evaluates = evaluates
         self.stopped: str | None = None
         self.end = math.inf
-        self.note = note
+        self.note: Callable[[str], None] = print
         self._config = from_json(record)
         self._folder = folder
 
