@@ -106,24 +106,23 @@ def train(
     quantization_config=None,
     **others,
 ) -> Result:
-    """The trained model, after `config.total_steps` steps; files are left in `config.output_dir`.
+    """Trains a model for `config.total_steps` steps, leaves the files of the run in `config.output_dir`, and returns the
+    Result.
 
-    train_dataset and eval_dataset (a `datasets.Dataset`, an `IterableDataset` or a list of dicts; eval_dataset also a
-    dictionary of such by the names of sets) take the place of `data.path` and `data.eval_path`, and rewards (a function
-    or a list of them) that of `rewards.functions`; with a train_dataset alone, and no `eval.sets`, nothing is
-    evaluated. environment (what makes one, or a dictionary of such) takes the place of `environment.name`; tools
-    (functions, or one) come after those of `environment.tools`, and callbacks (objects, see docs/callbacks.md) after
-    those of `callbacks`.
+    The other arguments are objects that stand in the place of names in `config`; docs/python.md has all of them.
+    train_dataset and eval_dataset are rows: a `datasets.Dataset`, an `IterableDataset` or a list of dicts, and for
+    evaluation also a dictionary of such by the names of sets. With a train_dataset alone, and no `eval.sets`, nothing
+    is evaluated. rewards is a function or a list of them. environment is a function that makes one, or a dictionary of
+    such; tools are functions, which are added to those of `environment.tools`, as callbacks are to `callbacks`.
 
-    model is one in memory (that of `load_model`, or of the Result of an earlier run), which stays as it is, or a path;
-    tokenizer one of transformers. peft_config (PEFT's LoraConfig) sets the keys of `lora`, and quantization_config
-    (transformers' BitsAndBytesConfig) `model.quantize`. optimizers is an optimizer of optax, a schedule, or a pair of
-    both. compute_metrics gets the completions of each evaluation
-    (`training.evaluation.run.Predictions`) and returns numbers by name. TRL's names reward_funcs, processing_class and
-    environment_factory are taken too. See docs/python.md.
+    model is a path or a model in memory, of `load_model` or of an earlier Result, which stays as it is; tokenizer is
+    one of transformers. peft_config (PEFT's LoraConfig) sets the keys of `lora`, and quantization_config (transformers'
+    BitsAndBytesConfig) `model.quantize`. optimizers is an optimizer of optax, a schedule, or a pair of both.
+    compute_metrics is called with the completions of each evaluation (`training.evaluation.run.Predictions`), and
+    returns numbers by name. TRL's names reward_funcs, processing_class and environment_factory are taken too.
 
-    A run in output_dir goes on where its newest checkpoint left it (`checkpoint.resume`). Raises ConfigError on user
-    errors.
+    Where output_dir holds a run already, that run goes on from its newest checkpoint (`checkpoint.resume`). Raises
+    ConfigError, with a message that says what to do, for anything that the user can put right.
     """
     config, given = take(
         config,
