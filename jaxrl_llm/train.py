@@ -106,8 +106,7 @@ def train(
     quantization_config=None,
     **others,
 ) -> Result:
-    """Trains a model for `config.total_steps` steps, leaves the files of the run in `config.output_dir`, and returns the
-    Result.
+    """Trains a model for `config.total_steps` steps and returns the Result; files are left in `config.output_dir`.
 
     The other arguments are objects that stand in the place of names in `config`; docs/python.md has all of them.
     train_dataset and eval_dataset are rows: a `datasets.Dataset`, an `IterableDataset` or a list of dicts, and for
