@@ -561,6 +561,17 @@ def test_held_bytes_of_other_algorithms(name, root):
     assert held_bytes(shapes) == pytest.approx(4 * (frozen + copies * trained), rel=0.05)
 
 
+def test_a_replay_buffer_is_held_by_every_device(folder):
+    config = small(folder)
+    without, width = held_bytes(describe_for(config, on := target(config, "h100", 1))), 16
+    config.algorithm.replay_groups = 100
+    for mesh in (None, AbstractMesh((2, 1, 1, 1, 1), AXES)):
+        shapes = describe_for(config, on, mesh)
+        # Tokens and segments, and four numbers of each token; a priority of each group.
+        assert bytes_on_device(shapes.replay) == 4 * (6 * 100 * config.rollout.group_size * width + 100)
+    assert held_bytes(describe_for(config, on)) - without == bytes_on_device(shapes.replay)
+
+
 @pytest.mark.slow
 def test_a_critic_with_passes_of_its_own_is_planned(folder, root):
     """Its updates are programs of their own, as often as training makes them, and leave the policy's without it."""

@@ -189,6 +189,7 @@ def _held(shapes: Shapes) -> tuple[dict[str, int], dict[str, int]]:
         "optimizer": bytes_on_device((state.opt_state, state.step)),
         "reference": bytes_on_device(reference),
         "average": bytes_on_device(shapes.average),
+        "replay buffer": bytes_on_device(shapes.replay),
         "critic, with optimizer": bytes_on_device((state.critic, frozen.critic)),
         "teachers": bytes_on_device([teacher.own for teacher in shapes.teachers.values()]),
         GRADERS: bytes_on_device([grader.own for grader in shapes.graders]),

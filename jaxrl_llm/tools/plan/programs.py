@@ -123,7 +123,8 @@ def held_bytes(shapes: Shapes, only: str = "") -> int:
     graders = [grader.own for grader in shapes.graders]
     if only == "sampling":
         return bytes_on_device(graders)
-    return bytes_on_device((shapes.state, shapes.frozen, shapes.own_reference, teachers, shapes.average, graders))
+    kept = shapes.state, shapes.frozen, shapes.own_reference, teachers, shapes.average, graders, shapes.replay
+    return bytes_on_device(kept)
 
 
 def converted_bytes(net: Net, mesh: Mesh) -> int:

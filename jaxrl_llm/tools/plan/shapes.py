@@ -27,6 +27,7 @@ from jaxrl_llm.training.objectives.value import HEAD
 from jaxrl_llm.training.optimizers import build_optimizer
 from jaxrl_llm.training.reference import ReferenceSpec, start_reference
 from jaxrl_llm.training.reward_models import path_and_options, short_name
+from jaxrl_llm.training.rollouts.replay import Replay, empty_replay
 from jaxrl_llm.training.setup.data import model_entries, register
 from jaxrl_llm.training.setup.models import (
     adapter_patterns,
@@ -82,6 +83,7 @@ class Shapes(NamedTuple):
     teachers: dict[str, TeacherShapes]  # by the value of the column that names them, "" for that of teacher.path
     graders: tuple[GraderShapes, ...]
     average: tuple[Params, ...]  # the moving average, what it began with, and the averaged parameters; empty: none
+    replay: Replay | None
 
 
 def describe_net(config, dtype: str, on_cpu: bool, head: str | None = None) -> Net:
@@ -133,7 +135,9 @@ def describe(config, mesh: Mesh, dtype: str, on_cpu: bool, host: int | None = No
     graders = _graders(config, process_mesh(mesh, host), "float32" if on_cpu else "bfloat16")
     average = _average(config, net, params)
     frozen = Frozen(frozen, frozen_critic)
-    return Shapes(net, critic, state, frozen, reference, own_reference, teachers, graders, average)
+    return Shapes(
+        net, critic, state, frozen, reference, own_reference, teachers, graders, average, _replay(config, mesh)
+    )
 
 
 def _teachers(config, policy: Net, own: Params, mesh: Mesh, dtype: str) -> dict[str, TeacherShapes]:
@@ -265,6 +269,17 @@ def _average(config, net: Net, params: Params) -> tuple[Params, ...]:
     ema = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), averaged)
     trees = (ema, averaged, averaged)
     return _on_host(trees) if config.average.offload else trees
+
+
+def _replay(config, mesh: Any) -> Replay | None:
+    """The groups of earlier steps that a run keeps, on every device; None where it keeps none."""
+    c, groups = config.rollout, config.algorithm.replay_groups
+    if config.algorithm.name in OFFLINE or not groups:
+        return None
+    widths = c.max_prompt_length + c.max_completion_length, c.max_prompt_length
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    shapes = jax.eval_shape(lambda: empty_replay(groups, c.group_size, *widths, mesh))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), shapes)
 
 
 def _offloaded(state: State) -> State:
