@@ -231,8 +231,9 @@ def packed_sizes(
 ) -> tuple[Sizes, float]:
     """The sizes with which the rows of the sample take the least time, and that time in floating-point operations.
 
-    Where the settings do not say how many packed tokens a micro-batch has, it has a part of the batch, and `fewest` at
-    least: an eighth or, where it is known that `fit` have room, a fourth, but no more than that.
+    Where the settings do not say how many packed tokens a micro-batch has, it has `fewest` or a share of the batch, the
+    larger of the two. The share is one of MICROBATCHES; where `fit` tokens are known to have room, it is one of
+    MICROBATCHES_ACCELERATOR, but no more than those.
     """
     rows, width = sample.tokens.shape
     group_size = math.gcd(spec.group_size, rows)
