@@ -1,5 +1,6 @@
 """Built-in rewards for the form of a completion: tags, patterns, JSON, lengths."""
 
+import contextlib
 import functools
 import json
 import re
@@ -110,7 +111,8 @@ def json_schema(
 ) -> list[float | None]:
     """1.0 where the completion is JSON that fits the schema, 0.0 where it is not; None where the schema is None.
 
-    The JSON is the whole completion, or the last object in it (a fenced block, say). The option `schema` is the same
+    The JSON is the whole completion, or the last object in it, or a fenced block behind which there is none, such as
+    one with a list. The option `schema` is the same
     for all rows; without it, the data set's `column` has one for each. They are given as they are or as JSON text, and
     are those of JSON Schema, draft 2020-12, without references to other documents. JSON that is nested too deep to be
     read fits none, nor does what takes more than 3 seconds to check, with a warning. Raises RewardError: a schema that
@@ -154,10 +156,13 @@ def fits(texts: Sequence[str], schemas: Sequence[str]) -> list[float]:
     """The rewards of `json_schema` without its time limit, for schemas as JSON text."""
     rewards = []
     for text, schema in zip(texts, schemas, strict=True):
-        try:
-            values = [json.loads(text)]
-        except (ValueError, RecursionError):
-            values = list(json_objects(text))
+        before, _, behind = text.rpartition("```")
+        tag, _, block = before.rpartition("```")[2].partition("\n")
+        is_block, values = tag.strip().lower() in ("", "json") and "{" not in behind, list[Any]()
+        for whole in (text, block) if is_block else (text,):
+            with contextlib.suppress(ValueError, RecursionError):
+                values = values or [json.loads(whole)]
+        values = values or list(json_objects(text))
         try:
             rewards.append(float(bool(values) and schema_validator(schema).is_valid(values[-1])))
         except (RecursionError, OverflowError):  # of a value that is too deep, or a number that is too large

@@ -94,8 +94,16 @@ PERSON = {
 def test_json_schema(value, fits):
     text = json.dumps(value)
     completions = [text, f"Sure:\n```json\n{text}\n```", f"{text}, or not"]
-    expected = [float(fits)] * (3 if isinstance(value, dict) else 1)
+    expected = [float(fits)] * (3 if isinstance(value, dict) else 2)
     assert f.json_schema(completions[: len(expected)], schema=PERSON) == expected
+
+
+def test_json_schema_of_a_list_in_a_fenced_block():
+    """Not that of an object in it, nor of what stands before the last object."""
+    schema = {"type": "array", "items": {"type": "object"}}
+    texts = ['```json\n[{"a": 1}, {"a": 2}]\n```\nDone.', "```\n[]\n```", '```\n[]\n```\nNo: {"a": 1}', "```\n[{]\n```"]
+    assert f.json_schema(texts, schema=schema) == [1.0, 1.0, 0.0, 0.0]
+    assert f.json_schema(texts[:1], schema={"type": "object"}) == [0.0]
 
 
 @pytest.mark.parametrize(
