@@ -80,13 +80,14 @@ class NewestPolicy:
 
 def _sample(config, index: int, rendezvous: Rendezvous, sign: Heartbeat) -> None:
     learners = HeartbeatReader(rendezvous.folder / LEARNER, rendezvous)
-    producer, model, watch, environments = build_producer(config)
-    worker, root = producer.worker, jax.random.key(config.seed)
+    producer, setup = build_producer(config)
+    worker, watch, environments = producer.worker, setup.stopwatch, setup.environments
+    root = jax.random.key(config.seed)
     facts: dict[str, Any] = processes.agreed_facts(config)
     start, newest = dict[str, Any](), 0  # of the learners, and the step that was made last for it
     with jax.set_mesh(worker.mesh), Watchdog(config.watch.hang_seconds, watch, rendezvous.folder):
-        policy = NewestPolicy(worker.copy_policy(model.params), model.net.config.frozen)
-        del model
+        policy = NewestPolicy(worker.copy_policy(setup.model.params), setup.model.net.config.frozen)
+        del setup  # with the parameters that were loaded
         try:
             while True:
                 now = read_facts(rendezvous.folder / START)

@@ -22,7 +22,7 @@ from jaxrl_llm.distributed.own_part import OwnPart
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import make_mesh, rollout_mesh, row_shards
 from jaxrl_llm.environments.agents import Agents
-from jaxrl_llm.environments.factory import Environments, load_environments
+from jaxrl_llm.environments.factory import load_environments
 from jaxrl_llm.models.model import Model, check_positions
 from jaxrl_llm.rewards.runner import Rewards, load_rewards
 from jaxrl_llm.rollout.constraints import token_bytes
@@ -351,8 +351,9 @@ def _prompts(
     return Pipeline(tokens.rows, size, *order)
 
 
-def build_producer(config) -> tuple[Producer, Model, Stopwatch, Environments | Agents | None]:
-    """The part of a run that a process which only samples needs: the producer, on `rollout.mesh` of its devices.
+def build_producer(config) -> tuple[Producer, Setup]:
+    """The part of a run that a process which only samples needs: the producer, on `rollout.mesh` of its devices, and
+    what it is built of.
 
     Raises ConfigError as `build` does.
     """
@@ -363,15 +364,15 @@ def build_producer(config) -> tuple[Producer, Model, Stopwatch, Environments | A
         rows = read_data(config)
         model = build_model(rows.config, mesh, None, rows.tokenizer)
         with contextlib.ExitStack() as stack:  # what is open is closed where the rest is refused
-            rewards, watch = build_rewards(rows.config), Stopwatch()
+            rewards = build_rewards(rows.config)
             stack.callback(rewards.close)
             environments = load_environments(spec)
             if environments is not None:
                 stack.callback(environments.close)
-            setup = Setup(rows.config, mesh, model, rewards, environments, watch)
+            setup = Setup(rows.config, mesh, model, rewards, environments, Stopwatch())
             producer = _producer(setup, rows.sources, rows.tokens, _advantages(setup), RowGroup.of(mesh))
             stack.pop_all()
-    return producer, model, watch, environments
+    return producer, setup
 
 
 def rendezvous_of(config) -> Rendezvous:

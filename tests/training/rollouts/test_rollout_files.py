@@ -306,9 +306,8 @@ def test_a_sampler_that_is_started_again(tmp_path, monkeypatch, taken):
     rendezvous, config, found_one = Rendezvous(tmp_path, 1, 20.0, 2.0), default(), threading.Event()
     parts = types.SimpleNamespace(mesh=MESH, rewards=load_rewards(len), copy_policy=lambda params: params)
     model = types.SimpleNamespace(params={}, net=types.SimpleNamespace(config=types.SimpleNamespace(frozen=())))
-    monkeypatch.setattr(
-        sampler, "build_producer", lambda _: (types.SimpleNamespace(worker=parts), model, Stopwatch(), None)
-    )
+    setup = types.SimpleNamespace(model=model, stopwatch=Stopwatch(), environments=None)
+    monkeypatch.setattr(sampler, "build_producer", lambda _: (types.SimpleNamespace(worker=parts), setup))
     monkeypatch.setattr(sampler, "_check_settings", lambda *_: None)
     queue = FileQueue(rendezvous, 0, 1, lambda x: {}, (), Numbers(), {}, MESH, Stopwatch())
     batch, sign, find = "batch_00000001", Heartbeat(tmp_path / "sampler_0.json", 20.0), sampler._job
@@ -392,7 +391,8 @@ def test_learners_that_fail_before_their_queue_opens_end_samplers(tmp_path, monk
     """They have written no end of the queue then, and a sampler need not wait until it takes them for lost."""
     parts = types.SimpleNamespace(mesh=MESH, rewards=load_rewards(len), copy_policy=lambda params: params)
     model = types.SimpleNamespace(params={}, net=types.SimpleNamespace(config=types.SimpleNamespace(frozen=())))
-    made = types.SimpleNamespace(worker=parts), model, Stopwatch(), None
+    setup = types.SimpleNamespace(model=model, stopwatch=Stopwatch(), environments=None)
+    made = types.SimpleNamespace(worker=parts), setup
     rendezvous, config = Rendezvous(tmp_path, 1, 20.0, 20.0), default()
 
     def build(config):  # learners fail while the sampler loads its model
