@@ -2,15 +2,20 @@
 
     python -m jaxrl_llm migrate FILE --output=my_config.py
 
-FILE is a YAML of axolotl or LLaMA-Factory; a YAML of verl, or a shell script with its overrides (`python -m
-verl.trainer.main_ppo key=value ...`); a Python script, a JSON or YAML file, or a shell script with the arguments of
-TRL's trainers; a YAML, a shell script (`python -m tunix.cli.grpo_main ...`) or a Python script of Tunix; a shell script
-of OpenRLHF (`python -m openrlhf.cli.train_ppo_ray ...`); a YAML of NeMo-RL, or a shell script (`uv run
-examples/run_grpo.py ...`); or a recipe of Harmony. Each key is written beside the one it comes from. A default of the
-source is written where ours differs, so that the run is the same. Keys without an equivalent are named in comments, and
-the points to check are listed at the top of the file. Rewards and other functions that FILE defines are copied to
-my_config_functions.py.
-docs/migrating.md has every key; `--tables` prints that page.
+FILE is, of
+    TRL, Unsloth    a Python script or notebook; a JSON, YAML or shell script with the arguments of TRL's trainers
+    verl            a YAML, or a shell script with overrides: python -m verl.trainer.main_ppo key=value ...
+    axolotl         a YAML
+    LLaMA-Factory   a YAML, or a shell script that starts it
+    OpenRLHF        a shell script: python -m openrlhf.cli.train_ppo_ray ...
+    NeMo-RL         a YAML, or a shell script: uv run examples/run_grpo.py ...
+    Tunix           a YAML, a shell script or a Python script: python -m tunix.cli.grpo_main ...
+    Harmony         a recipe in Python
+
+Each key is written beside the one it comes from. A default of the source is written where ours differs, so that the run
+is the same. Keys without an equivalent are named in comments, and the points to check are listed at the top of the
+file. Rewards and other functions that FILE defines are copied to my_config_functions.py. docs/migrating.md has every
+key; `--tables` prints that page.
 """
 
 import sys

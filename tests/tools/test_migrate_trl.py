@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -399,6 +400,100 @@ def test_rows_that_a_script_changes(rows, kept):
     else:
         assert config.data.path == "config_functions.py:train_rows"
         assert [row["text"] for row in load(config.data.path).to_list()] == kept
+
+
+def test_a_trainer_with_the_arguments_of_transformers():
+    """What these leave out is as in transformers, not as in SFTConfig."""
+    config, _ = migrated(
+        "from transformers import TrainingArguments\nfrom trl import SFTTrainer\n"
+        "SFTTrainer('org/m', TrainingArguments('out', max_steps=7, optim='adamw_torch'), train_dataset='d').train()\n"
+    )
+    assert (config.output_dir, config.total_steps, config.optimizer.learning_rate) == ("out", 7, 5e-5)
+    assert config.model.remat == "auto"
+
+
+def test_a_notebook():
+    """Its commands and cells of other languages are no Python, and one with a mistake is left out."""
+    script = [
+        "%%capture\n!pip install trl \\\n    datasets\nimport os\nif os.name:\n    %cd here",
+        "%%bash\nfor x in *; do echo $x; done",
+        "from trl import SFTConfig, SFTTrainer",
+        "print('wrong'",
+        "SFTTrainer('org/m', SFTConfig(max_steps=3), train_dataset='d').train()",
+    ]
+    cells = [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in script]
+    Path("a.ipynb").write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": ["a ' b"]}, *cells]}))
+    config, text = migrate("a.ipynb", output="config.py")
+    assert (config.model.path, config.total_steps, config.algorithm.name) == ("org/m", 3, "sft")
+    assert "code cell 4 is not read, as it is no Python" in " ".join(text.split())
+
+
+UNSLOTH = """
+from datasets import load_dataset
+from trl import SFTConfig, SFTTrainer
+from unsloth import FastModel
+from unsloth.chat_templates import get_chat_template, standardize_sharegpt, train_on_responses_only
+model, tokenizer = FastModel.from_pretrained("org/m", max_seq_length=512, load_in_4bit=True)
+model = FastModel.get_peft_model(model, r=4, ADAPTERS)
+tokenizer = get_chat_template(tokenizer, chat_template="llama-3.1")
+def form(examples):
+    texts = [tokenizer.apply_chat_template(talk, tokenize=False) for talk in examples["conversations"]]
+    return {"text": texts}
+def talk(row):
+    return {"messages": [{"role": "user", "content": row["q"]}, {"role": "assistant", "content": row["a"]}]}
+rows = load_dataset("org/rows", split="train")
+ROWS
+trainer = TRAINER(model=model, tokenizer=tokenizer, train_dataset=rows, args=SFTConfig(max_steps=2))
+MORE
+"""
+
+
+def unsloth(adapters="bias='none'", rows="", trainer="SFTTrainer", more=""):
+    filled = {"ADAPTERS": adapters, "ROWS": rows, "TRAINER": trainer, "MORE": more}
+    return migrated(re.sub("|".join(filled), lambda word: filled[word[0]], UNSLOTH))
+
+
+def test_conversations_of_unsloth():
+    """ShareGPT's rows, which the chat template writes: the run reads and writes them by itself."""
+    rows = "rows = standardize_sharegpt(rows)\nrows = rows.map(form, batched=True)"
+    config, text = unsloth(rows=rows, more="trainer = train_on_responses_only(trainer)")
+    assert (config.data.path, config.data.format, config.data.loss_on) == ("org/rows", "auto", "completion")
+    assert "not done here" not in text and "template 'llama-3.1'; here the tokenizer's own is used" in text
+    config, text = unsloth(rows="rows = rows.map(form, batched=True)\n".replace("form", "other"))
+    assert "not done here: map(other, batched=True)" in text and config.data.loss_on == "all"
+    config, text = unsloth(rows="rows = [talk(row) for row in rows]")
+    assert (config.data.path, config.data.format) == ("org/rows", "config_functions.py:talk")
+    assert "not done here" not in text
+    config, _ = unsloth(rows="rows = [talk(row) for row in rows if row['q']]")
+    assert config.data.path == "config_functions.py:train_rows"
+
+
+@pytest.mark.parametrize(
+    ("attention", "mlp", "targets"),
+    [
+        (True, True, ("all-linear",)),
+        (True, False, ("q_proj", "k_proj", "v_proj", "o_proj")),
+        (False, True, ("gate_proj", "up_proj", "down_proj")),
+    ],
+)
+def test_adapters_that_unsloth_chooses_by_kind(attention, mlp, targets):
+    kinds = f"finetune_attention_modules={attention}, finetune_mlp_modules={mlp}"
+    config, text = unsloth(f"finetune_vision_layers=True, finetune_language_layers=True, {kinds}")
+    assert (config.lora.targets, config.model.vision) == (targets, "lora")
+    assert "known key" not in text and "PEFT chooses" not in text
+    config, text = unsloth(f"finetune_vision_layers=False, finetune_language_layers=False, {kinds}")
+    assert config.model.vision == "frozen" and "adapters are on the decoder here too" in text
+
+
+def test_embeddings_of_unsloth_have_a_rate_of_their_own():
+    config, text = unsloth(
+        "target_modules=['q_proj', 'embed_tokens', 'lm_head']", trainer="UnslothTrainer",
+        more="UnslothTrainingArguments(max_steps=3, learning_rate=5e-5, embedding_learning_rate=1e-5)",
+    )  # fmt: skip
+    assert (config.algorithm.name, config.lora.targets) == ("sft", ("q_proj",))
+    assert config.lora.modules_to_save == ("embed_tokens", "lm_head")
+    assert config.optimizer.rate_factors == ("embed_tokens|lm_head=0.2",)
+    assert "no modules with adapters" not in text
 
 
 def test_a_script_of_online_dpo_with_its_command():

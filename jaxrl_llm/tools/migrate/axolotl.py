@@ -29,7 +29,6 @@ CHAT_DEFAULTS = {
 OVERLONG = {"drop": "filter", "truncate": "truncate_right", "raise": "error"}
 OF_STEPS = ("step_separator", "train_on_last_step_only", "max_completion_length")  # said by data sets of steps
 ONE_CYCLE = 25.0, 1e4  # of torch: the peak is so many times the first rate, and that so many times the last
-EMBEDDINGS = "embed_tokens|lm_head"  # in the names of parameters that axolotl takes for embeddings
 KL = {"forward_kl": 0.0, "fkl": 0.0, "reverse_kl": 1.0, "rkl": 1.0}  # teacher.beta of a gkd_divergence
 WARMUP_RATIO, WARMUP_MOST = 0.03, 100  # of the steps, where the file sets no warm-up
 
@@ -351,10 +350,10 @@ def _rates(draft: Draft, yaml: dict[str, Any]) -> None:
         draft.set("optimizer.weight_decay", 0.0, "loraplus_lr_ratio")
     else:
         if scale := yaml.get("embedding_lr_scale"):
-            entries.append(f"{EMBEDDINGS}={float(scale):g}")
+            entries.append(f"{shared.EMBEDDINGS}={float(scale):g}")
             keys.append("embedding_lr_scale")
         elif rate := yaml.get("embedding_lr"):
-            entries.append(f"{EMBEDDINGS}={float(rate) / peak:g}")
+            entries.append(f"{shared.EMBEDDINGS}={float(rate) / peak:g}")
             keys.append("embedding_lr")
         for group in yaml.get("lr_groups") or ():
             entries.append(f"{'|'.join(map(re.escape, group['modules']))}={float(group['lr']) / peak:g}")

@@ -89,7 +89,7 @@ class Functions:
         class Inlined(ast.NodeTransformer):
             def visit_Name(self, node: ast.Name) -> ast.expr:
                 value = lookup(node) if node.id in statements else None  # of several names one is none of its own
-                made = isinstance(value, ast.Call | ast.Subscript | ast.Name)
+                made = isinstance(value, ast.Call | ast.Subscript | ast.Name | ast.ListComp)
                 return self.visit(copy.deepcopy(value)) if made else node
 
         try:

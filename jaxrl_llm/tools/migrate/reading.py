@@ -1,5 +1,8 @@
-"""Reading a file of another library into a `Source`: YAML, JSON, a shell script or a Python script; nothing is run."""
+"""Reading a file of another library into a `Source`: YAML, JSON, a shell script, a Python script or a notebook; nothing
+is run."""
 
+import ast
+import json
 import re
 from pathlib import Path
 
@@ -40,7 +43,8 @@ def read(path: str, system: str = "auto", trainer: str = "", companion: str = "f
             source = Source("nemo-rl", trainer, settings, path, notes)
         else:
             source = read_tree(tree, path, system, trainer)
-    elif kind == ".py":
+    elif kind in (".py", ".ipynb"):
+        text, notes = _code(text, path) if kind == ".ipynb" else (text, ())
         source = read_python(text, path, system, trainer, companion)
         told = source.library == "tunix" or source.settings.keys() & {"max_steps", "learning_rate", "dataset_name"}
         if not told and (command := _documented(text)):
@@ -49,16 +53,37 @@ def read(path: str, system: str = "auto", trainer: str = "", companion: str = "f
             source = source._replace(
                 checks=(*source.checks, "the arguments are those of the first command in its text")
             )
+        source = source._replace(checks=(*notes, *source.checks))
     elif kind in SHELL:
         source = read_shell(text, path, system, trainer, companion)
     else:
-        raise ConfigError(f"{path} is no .yaml, .json, .py or .sh file")
-    if system == "auto" and kind != ".py":
+        raise ConfigError(f"{path} is no .yaml, .json, .py, .ipynb or .sh file")
+    if system == "auto" and kind not in (".py", ".ipynb"):
         _check_keys(source)
     if source.library != "trl" or kind in TREES:  # verl has keys for the names of projects and runs
         return source
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     return source._replace(settings={**dict(VARIABLE.findall(lines)), **source.settings})
+
+
+def _code(text: str, path: str) -> tuple[str, tuple[str, ...]]:
+    """Return the Python of a notebook, without the lines and cells that are commands, and notes of cells left out."""
+    try:
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} is no notebook: {error!r}") from error
+    codes, notes = [], []
+    for number, cell in enumerate(cells, 1):
+        code = "".join(cell["source"])
+        if re.match(r"\s*%%(?!capture|time)", code):  # of bash, or of a file
+            continue
+        code = re.sub(r"(?m)^([ \t]*)[!%](.*\\\n)*.*", r"\1pass", code)
+        try:
+            ast.parse(code)
+            codes.append(code)
+        except SyntaxError as error:
+            notes.append(f"code cell {number} is not read, as it is no Python: {error.msg}")
+    return "\n\n".join(codes), tuple(notes)
 
 
 def _documented(text: str) -> list[str] | None:

@@ -23,6 +23,9 @@ KEEPING = ("map", "remove_columns", "rename_column", "select_columns")  # of the
 AS_STORED = ("GPTQConfig", "AwqConfig", "CompressedTensorsConfig")  # of models that are in few bits already
 LOADERS = ("load_dataset", "load_from_disk", "from_json", "from_csv", "from_parquet")  # of datasets, and its Dataset
 JOINING = ("concatenate_datasets", "interleave_datasets")
+STANDARDIZING = ("standardize_sharegpt", "standardize_data_formats")  # of Unsloth: ShareGPT's rows are read as they are
+# What transformers' TrainingArguments leave out is as there, also in a trainer of TRL whose config has other defaults.
+PLAIN = {"learning_rate": 5e-5, "gradient_checkpointing": False, "bf16": False, "logging_steps": 500}
 AVERAGE, STOPPING = "BEMACallback", "EarlyStoppingCallback"  # which are no hooks here but settings
 # Callbacks that show or log what the run does here by itself.
 SHOWING = re.compile(
@@ -49,12 +52,13 @@ def read_script(text: str, path: str, system: str, trainer: str, companion: str,
     if trainer:
         present = [name for name in present if _trainer(name) == trainer]
     if not present:
-        others = sorted(name for name in calls if name.endswith("Trainer"))
-        found = f"calls {', '.join(others)}, of which nothing is known: it has" if others else "has"
-        raise ConfigError(
-            f"{path} {found} no call of {', '.join(known)}, and so it configures no trainer that is known"
-        )
+        others = ", ".join(sorted(name for name in calls if name.endswith("Trainer")))
+        found = f"calls {others}, which is not migrated" if others else "calls no trainer"
+        raise ConfigError(f"{path} {found}: those that are, are {', '.join(n for n in known if 'Config' not in n)}")
     settings: dict[str, Any] = {}
+    if not harmony and "TrainingArguments" in calls and not any(name.endswith("Config") for name in present):
+        arguments = calls["TrainingArguments"]
+        settings |= PLAIN | script.arguments(arguments, ["output_dir"]) | script.later(arguments)
     for name in present:
         settings |= script.arguments(calls[name], known[name].split(), harmony)
         settings |= script.later(calls[name])
@@ -77,6 +81,8 @@ def read_script(text: str, path: str, system: str, trainer: str, companion: str,
     adapters = next((calls[name] for name in ("LoraConfig", "get_peft_model") if name in calls), None)
     if not harmony and adapters and settings.get("peft_config", True) is not None:
         settings |= script.arguments(adapters, ["model"]) | {"peft_config": call_name(adapters)}
+    if not harmony:
+        settings |= script.of_unsloth(calls)
     if harmony:
         if "CombinedGrader" in calls and ".py:" not in str(settings.get("grader")):
             combined = script.arguments(calls["CombinedGrader"], [])
@@ -100,7 +106,14 @@ def _depends(tree: ast.Module, call: ast.Call) -> bool:
 
 
 def _trainer(name: str) -> str:
-    return re.sub("Trainer$|Config$", "", name).lower()
+    return "sft" if name.startswith("Unsloth") else re.sub("Trainer$|Config$", "", name).lower()
+
+
+def _of_each(node: ast.ListComp) -> ast.expr | None:
+    """Return the function of `[function(row) for row in rows]`; None for other lists."""
+    made, loop = node.elt, node.generators[0]
+    alone = len(node.generators) == 1 and not loop.ifs and isinstance(made, ast.Call) and not made.keywords
+    return made.func if alone and [*map(ast.unparse, made.args)] == [ast.unparse(loop.target)] else None
 
 
 class Loaded(NamedTuple):
@@ -243,6 +256,22 @@ class Script(Values):
             self.note(f"quantization_config = {ast.unparse(made or node)[:80]} is not read: set model.quantize")
         return {}
 
+    def of_unsloth(self, calls: dict[str, ast.Call]) -> dict[str, Any]:
+        """Return what functions of Unsloth change of the trainer and the tokenizer that they are given."""
+        settings = {}
+        collator = calls.get("UnslothVisionDataCollator")
+        responses = {key.arg: self.value(key.value) for key in collator.keywords} if collator else {}
+        if "train_on_responses_only" in calls or responses.get("train_on_responses_only"):
+            settings["train_on_responses_only"] = True
+        if template := calls.get("get_chat_template"):
+            words = [*template.args[1:], *(key.value for key in template.keywords if key.arg == "chat_template")]
+            self.note(
+                f"get_chat_template writes rows by its template {', '.join(map(ast.unparse, words[:1]))}; here the "
+                "tokenizer's own is used: see that it is this one (python -m jaxrl_llm preview --config=... shows the "
+                "rows), or name another with data.chat_template"
+            )
+        return settings
+
     def _environment(self, factory: str, given: set[str | None]) -> dict[str, Any]:
         """Return what follows from an environment: whether it has rewards, as it must where no functions are `given`,
         and its rows where no data set is."""
@@ -351,6 +380,9 @@ class Script(Values):
             elif isinstance(node, ast.Call) and call_name(node) in ROWS and isinstance(node.func, ast.Attribute):
                 batched, called = any(keyword.arg == "batched" for keyword in node.keywords), call_name(node)
                 text = f"{called}({', '.join(map(ast.unparse, (*node.args, *node.keywords)))})"
+                if called == "map" and batched and self._writes_text(node):
+                    node = node.func.value
+                    continue
                 if first is not None and called not in KEEPING:
                     changes.append(f"select(range({first}))")
                     first = None
@@ -363,6 +395,11 @@ class Script(Values):
                     changes.append(text)
                 split = None if call_name(node) == "train_test_split" else split
                 node = node.func.value
+            elif isinstance(node, ast.Call) and call_name(node) in STANDARDIZING and node.args:
+                node = node.args[0]
+            elif isinstance(node, ast.ListComp) and rows is ... and (function := _of_each(node)):
+                rows, node = self.functions.add(function), node.generators[0].iter
+                changes += [] if rows else [ast.unparse(function)]
             elif isinstance(node, ast.Call) and isinstance(
                 made := self.functions.definitions.get(call_name(node)), ast.FunctionDef
             ):
@@ -373,6 +410,14 @@ class Script(Values):
         if changes:
             self.note(f"{name}: the script changes its rows, which is not done here: {', '.join(changes)[:160]}")
         return Loaded(node, split, held, None if rows is ... else rows, first)
+
+    def _writes_text(self, node: ast.Call) -> bool:
+        """Return True for a map that makes texts of conversations by the chat template, as the run does by itself."""
+        name = node.args[0].id if node.args and isinstance(node.args[0], ast.Name) else ""
+        made = self.functions.definitions.get(name)
+        text = ast.unparse(made) if made else ""
+        columns = set(re.findall(r"\w+\['(\w+)'\]", text))
+        return "apply_chat_template" in text and columns in ({"conversations"}, {"messages"})
 
     def _first(self, node: ast.Call) -> int | None:
         """Return N of `rows.select(range(N))`, the first rows; None for others."""

@@ -14,6 +14,7 @@ from jaxrl_llm.tools.migrate.draft import OURS, Draft, Options, short, shown
 
 LOCAL = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
 NO_TRACKER = ("none", "all", "console", "file")  # a choice of others, or what every run writes
+EMBEDDINGS = "embed_tokens|lm_head"  # in the names of parameters that axolotl and Unsloth take for embeddings
 TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Names of an optimizer of ours, whatever computes and stores it: `torch.optim.AdamW`, `paged_adamw_8bit`. apollo_adamw,
 # schedule_free_sgd and the like are other algorithms.

@@ -36,15 +36,16 @@ def offline(draft: Draft, trainer: str, devices: int) -> int:
 
 def _sft(draft: Draft) -> None:
     """Set which tokens are learned, and the loss of each."""
-    only = draft.get("completion_only_loss") or draft.get("assistant_only_loss")
-    draft.set("data.loss_on", "completion" if only else "all", "completion_only_loss", "assistant_only_loss")
+    keys = ("completion_only_loss", "assistant_only_loss", "train_on_responses_only")
+    only = any(draft.get(key) for key in keys)
+    draft.set("data.loss_on", "completion" if only else "all", *keys)
     if draft.get("completion_only_loss") is None and not only:
         draft.check(
             "completion_only_loss is unset: TRL then learns all tokens of messages and texts, which is written "
             "(data.loss_on = all), but only the completion where rows have prompt and completion: set completion for "
             "these"
         )
-    if (column := draft.get("dataset_text_field")) not in (None, "text"):
+    if (column := draft.get("dataset_text_field")) not in (None, "", "text"):
         if "data.format" in draft.values:
             draft.check(f"dataset_text_field is {column!r}: have {draft.values['data.format']} name its text `text`")
         else:

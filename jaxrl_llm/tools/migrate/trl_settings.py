@@ -108,6 +108,8 @@ def model(draft: Draft) -> None:
             draft.use("init_lora_weights")
         targets = draft.first("target_modules", "lora_target_modules")
         parameters = draft.first("target_parameters", "lora_target_parameters") or ()
+        if targets is None and draft.sets("finetune_attention_modules"):
+            targets = _chosen_by_unsloth(draft)
         if targets is None:
             targets, written = ("q_proj", "v_proj"), "q_proj and v_proj, which most have, are"
             if parameters:
@@ -117,11 +119,21 @@ def model(draft: Draft) -> None:
         targets = tuple(name for target in (*targets, *parameters) for name in re.split(r"[,\s]+", target) if name)
         targets = tuple(re.sub(r"^[a-z_]+\.(?=experts\.)", "", name) for name in targets)
         keys = [f"{prefix}target_{kind}" for prefix in ("", "lora_") for kind in ("modules", "parameters")]
+        modules = draft.first("modules_to_save", "lora_modules_to_save") or ()
+        modules = (modules,) if isinstance(modules, str) else tuple(modules)
+        if draft.get("peft_config") == "get_peft_model":  # Unsloth's, which trains these whole
+            modules += tuple(name for name in targets if name in shared.EMBEDDINGS.split("|") and name not in modules)
+            targets = tuple(name for name in targets if name not in modules)
         draft.set("lora.targets", targets, *keys)
-        if modules := draft.first("modules_to_save", "lora_modules_to_save"):
-            modules = (modules,) if isinstance(modules, str) else tuple(modules)
-            draft.set("lora.modules_to_save", modules, "modules_to_save", "lora_modules_to_save")
+        draft.set("lora.modules_to_save", modules or None, "modules_to_save", "lora_modules_to_save", *keys[:1])
         _modules(draft)
+        draft.set("model.vision", "lora" if draft.get("finetune_vision_layers") else None, "finetune_vision_layers")
+        if draft.get("finetune_language_layers") is False:
+            draft.check("finetune_language_layers = False: adapters are on the decoder here too (lora.exclude_modules)")
+        draft.use("finetune_language_layers")
+    if rate := draft.get("embedding_learning_rate"):
+        factor = float(rate) / float(draft.get("learning_rate"))
+        draft.set("optimizer.rate_factors", (f"{shared.EMBEDDINGS}={factor:g}",), "embedding_learning_rate")
     sharded = [key for key in ("fsdp", "fsdp_config", "deepspeed") if draft.get(key)]
     launched = ("accelerate_config", "config_file")  # names of TRL's, and files that are mostly named so
     sharded += [key for key in launched if re.search(r"zero_?[123]|fsdp", str(draft.get(key)))]
@@ -148,6 +160,17 @@ def model(draft: Draft) -> None:
         )
     if draft.values.get("model.quantize") and "lora.rank" not in draft.values:
         draft.check("a quantised model is trained by adapters: set lora.rank")
+
+
+def _chosen_by_unsloth(draft: Draft) -> tuple[str, ...]:
+    """Return the targets of adapters that Unsloth chooses by kind where they are not named."""
+    kinds = {
+        "finetune_attention_modules": ("q_proj", "k_proj", "v_proj", "o_proj"),
+        "finetune_mlp_modules": ("gate_proj", "up_proj", "down_proj"),
+    }
+    draft.use(*kinds)
+    chosen = [names for key, names in kinds.items() if draft.first(key, default=True)]
+    return ("all-linear",) if len(chosen) == len(kinds) else sum(chosen, ())
 
 
 def _modules(draft: Draft) -> None:
@@ -184,7 +207,7 @@ def data(draft: Draft, trainer: str) -> None:
         draft.check("max_completion_length is None, which is no limit; rollout.max_completion_length is 1024 here")
     key = "shuffle_dataset" if trainer in sampling else "train_sampling_strategy"
     draft.set("data.shuffle", draft.get(key) not in (False, "sequential"), key)
-    if trainer not in (*sampling, "ppo", "a2po", "onlinedpo"):
+    if trainer not in (*sampling, "ppo", "ppo_0.11", "a2po", "onlinedpo"):
         if trainer in ("reward", "prm"):
             draft.set("data.overlong", "filter" if trainer == "reward" else "truncate_right", "max_length")
         else:
