@@ -284,7 +284,7 @@ difference.
 - score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`); transformers has none
   of Granite, OLMoE, Gemma 3n and 4, Llama 4, ERNIE 4.5, LFM2 and 3, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo
   Hybrid, Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open, nanochat,
-  VaultGemma, Mamba, Bamba, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam, DeepSeek-V3.2,
+  VaultGemma, DBRX, Mamba, Bamba, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam, DeepSeek-V3.2,
   Hunyuan 3, Mellum, Command A+, MiMo-V2, Laguna, Apertus 1.5, Ling 3, Kolibri, MiniMax-M3 and the mixtures of experts
   of Qwen3.5, GLM and Granite. Step heads of GPT-2, GPT-J, GPT-Neo, StarCoder 1, Pythia, Falcon, BLOOM and MPT are
   refused: their classes have other names, or there are none.
@@ -366,7 +366,7 @@ difference.
 - Scores that fall with distance in place of positions (ALiBi, arXiv 2108.12409), in fp32: BLOOM and MPT, of which
   `alibi_bias_max` is read too (storywriter), as by vLLM; transformers takes 8 for all. Attention is by `xla`.
 - Layer norms, with a bias (GPT-2, GPT-J, GPT-Neo, Pythia, OPT, Phi-2, StableLM, StarCoder, Falcon, Nemotron-4, Jais 2,
-  BLOOM), without one (Command R and A, MPT), behind the embeddings too (BLOOM), or without parameters (OLMo 1,
+  BLOOM), without one (Command R and A, MPT, DBRX), behind the embeddings too (BLOOM), or without parameters (OLMo 1,
   Galactica). OPT-350M norms after each residual sum, has no last norm, and projects its narrower embedding to the
   model's width and back before its heads.
 - Norms without parameters for embeddings, layers, and already rotated queries and keys; rotation by negative angles
@@ -374,10 +374,12 @@ difference.
 - Attention and feed-forward side by side, behind one layer norm (Command R, R7B and A, Phi-2, GPT-J, Falcon 7B and 11B,
   some StableLM) or one each (Pythia, Falcon 40B and 180B).
 - Norms of queries and keys with a scale for each head, one array (Command R+) or a tensor for each (StableLM 2 12B).
-- Queries, keys and values by one map, as the files have it: all of one after another (GPT-2, StarCoder 1, MPT), or
-  those of each key/value head together (Pythia, Falcon, BLOOM). GPT-2's files hold their matrices as `[in, out]`.
+- Queries, keys and values by one map, as the files have it: all of one after another (GPT-2, StarCoder 1, MPT,
+  DBRX), or those of each key/value head together (Pythia, Falcon, BLOOM). GPT-2's files hold their matrices as
+  `[in, out]`.
 - A head with a bias (Phi-2, GPT-J), in every log-prob, entropy, divergence and sample. Dropout of a config.json is not
-  computed, as with TRL's `disable_dropout`; `lora.dropout` is.
+  computed, as with TRL's `disable_dropout`, nor is the noise before DBRX's routers (`moe_jitter_eps`); `lora.dropout`
+  is.
 - A tokenizer needs no padding token (GPT-2's and Pythia's have none), as padding is known by its place. One without a
   chat template takes rows of text, and refuses messages unless `data.chat_template` names a template.
 - Gated short convolutions beside attention (LFM2, LFM2-MoE, LFM3), within a document. A row's cache is its latest
@@ -412,10 +414,11 @@ difference.
   are sorted by expert and multiplied in groups; every expert computes every token on CPUs where a token uses more than
   a fourth of them, and on GPUs without Triton ([what it saves](performance.md#mixtures-of-experts)). Checkpoints are
   read with each expert's matrices apart or stacked, and written as on the hub: apart, of Gemma 4, Llama 4, Qwen3-VL and
-  gpt-oss stacked. gpt-oss's are read from MXFP4 too, as the numbers that they stand for, so that they can be trained,
-  or [kept in it](adapters.md#quantised-experts) under adapters, and written as floats. `model.router_aux_loss_coef` and
-  `model.freeze_router` are in docs/configuration.md. Phi-3.5-MoE's experts are weighted one after another (SparseMixer,
-  arXiv 2409.12136) as it is evaluated; in training transformers draws them at random, with another gradient.
+  gpt-oss stacked, and of DBRX as rows of one matrix, for which PEFT has no adapters. gpt-oss's are read from MXFP4 too,
+  as the numbers that they stand for, so that they can be trained, or [kept in it](adapters.md#quantised-experts) under
+  adapters, and written as floats. `model.router_aux_loss_coef` and `model.freeze_router` are in docs/configuration.md.
+  Phi-3.5-MoE's experts are weighted one after another (SparseMixer, arXiv 2409.12136) as it is evaluated; in training
+  transformers draws them at random, with another gradient.
 
 Weights are safetensors. With `model.allow_pickle` a folder without them is read from `pytorch_model.bin`, by a reader
 that knows only tensors and runs no code. Code in a tokenizer's folder is run only with `model.trust_remote_code`, in

@@ -24,6 +24,7 @@ from transformers import (
     Cohere2MoeConfig,
     CohereConfig,
     CwmConfig,
+    DbrxConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV32Config,
@@ -220,6 +221,10 @@ SMALL_OPT: dict[str, Any] = {
 SMALL_MAMBA: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 5, "conv_kernel": 3,
     "initializer_range": 0.15, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+}  # fmt: skip
+SMALL_DBRX: dict[str, Any] = {
+    "vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "initializer_range": 0.15,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }  # fmt: skip
 ALONE = {name: x for name, x in SHAPE.items() if name != "num_key_value_heads"}  # of heads with keys of their own
 FALCON = {name: x for name, x in ALONE.items() if name != "intermediate_size"} | {"ffn_hidden_size": 48}
@@ -700,6 +705,15 @@ VARIANTS = {
         **SMALL_MAMBA, num_heads=4, head_dim=8, n_groups=1, expand=1, use_bias=True, use_conv_bias=False,
         tie_word_embeddings=True,
     ),
+    "dbrx": lambda: DbrxConfig(
+        **SMALL_DBRX, attn_config={"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 10000.0},
+        ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "moe_loss_weight": 0.02},
+    ),
+    "dbrx-plain": lambda: DbrxConfig(
+        **SMALL_DBRX, attn_config={"kv_n_heads": 4, "clip_qkv": 8, "rope_theta": 20000.0},
+        ffn_config={"ffn_hidden_size": 24, "moe_num_experts": 3, "moe_normalize_expert_weights": None},
+        rope_parameters={"rope_type": "default", "rope_theta": 20000.0},
+    ),
     "deepseek_v2-greedy": lambda: DeepseekV2Config(
         **SHAPE | {"num_key_value_heads": 4}, num_experts_per_tok=2, moe_intermediate_size=16, n_routed_experts=8,
         q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
@@ -720,7 +734,7 @@ NO_CLASSIFIER = (  # of which transformers has none
     "gemma4_unified_text", "exaone_moe", "granite_swa", "granitemoe_swa", "youtu", "internlm3", "hyperclovax",
     "iquestcoder", "sarvam_moe", "sarvam_mla", "deepseek_v32", "glm_moe_dsa", "hy_v3", "mellum", "cohere2_moe",
     "mimo_v2_flash", "laguna", "apertus1p5_text", "bailing_hybrid", "kolibri1",
-    "minimax_m3_vl_text", "bamba", "mamba", "falcon_mamba", "mamba2",
+    "minimax_m3_vl_text", "bamba", "mamba", "falcon_mamba", "mamba2", "dbrx",
 )  # fmt: skip
 # Families whose nets another describes too.
 ALIKE = {

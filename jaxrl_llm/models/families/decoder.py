@@ -21,7 +21,8 @@ class TensorName(NamedTuple):
     """One parameter: its path here, its tensor's name in the files, and whether the matrix is stored transposed.
 
     Parameters with the same tensor are ranges of its rows, in the order of the table, of its `columns`, or
-    `interleaved`: each has every n-th number of its last dimension. A vector may be stored `as_row` of a matrix.
+    `interleaved`: each has every n-th number of its last dimension. A vector may be stored `as_row` of a matrix, and
+    the matrices of experts as ranges of rows of one, `expert_rows`, in place of one array stacked over them.
     """
 
     path: str  # under `layers` the parameter is one array, stacked over layers
@@ -30,6 +31,7 @@ class TensorName(NamedTuple):
     interleaved: bool = False
     columns: bool = False
     as_row: bool = False
+    expert_rows: bool = False
 
 
 def linear(path: str, tensor: str) -> tuple[TensorName, TensorName]:

@@ -126,7 +126,8 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
         for (index, layer), expert in itertools.product(layers, experts):
             file_name = name.tensor.format(layer=layer, expert=expert, head=expert)
             tensor = Stored(file_name, shape, name.transpose, leaf_path, index, leaf.dtype)
-            tensor = tensor._replace(expert=expert, one_expert=of_experts and "{expert}" not in name.tensor)
+            stacked = of_experts and "{expert}" not in name.tensor and not name.expert_rows
+            tensor = tensor._replace(expert=expert, one_expert=stacked)
             # How many are interleaved is counted below.
             tensor = tensor._replace(every=int(name.interleaved), axis=-1 if name.columns else 0)
             tensor = tensor._replace(shape=(1, *shape), as_row=True) if name.as_row else tensor
