@@ -165,6 +165,36 @@ def optimizer_step(
     """
     shards = row_shards(mesh)
 
+    def moved(state: State, gradients: Params, updates) -> tuple[State, Metrics]:
+        """The state after a step of the optimizer, which has made so many `updates` before, and the step's metrics."""
+        if spec.offload:
+            state = dataclasses.replace(state, opt_state=on_device(state.opt_state))
+        norm = optax.tree.norm(gradients)
+        finite = jnp.isfinite(norm)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(spec.seed), ROUNDING), updates)
+
+        def step(state: State, gradients: Params) -> State:
+            changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+            params = round_like(jax.tree.map(jnp.add, state.params, changes), state.params, key)
+            return State(state.step, params, opt_state)
+
+        if jax.default_backend() == "cpu":  # in place: to choose afterwards XLA's CPU compiler copies the old state
+            new = jax.lax.cond(finite, step, lambda state, _: state, state, gradients)
+        else:
+            new = jax.tree.map(partial(jnp.where, finite), step(state, gradients), state)
+        if spec.offload:
+            new = dataclasses.replace(new, opt_state=on_host(new.opt_state))
+        if spec.offload_params:
+            new = dataclasses.replace(new, params=on_host(new.params))
+        own = {"grad_norm": norm, "nonfinite_gradient": 1.0 - finite}
+        if spec.schedule is not None:
+            own["lr"] = jnp.asarray(spec.schedule(updates))
+        elif (rate := optax.tree_utils.tree_get(new.opt_state, "learning_rate", filtering=_is_number)) is not None:
+            own["lr"] = jnp.asarray(rate)  # of optax.inject_hyperparams
+        if (estimate := state_of(state.opt_state, Prodigy)) is not None:
+            own["lr"] *= estimate.d
+        return new, {name: Metric(value, "sum") for name, value in own.items()}
+
     def update(state: State, batch: Batch, frozen: Frozen = NOTHING) -> tuple[State, Metrics]:
         critic, state = state.critic, dataclasses.replace(state, critic=None)
         if spec.offload_params:
@@ -234,34 +264,8 @@ def optimizer_step(
             (own,) = through_encoder(of_features.astype(dtype))
             gradients |= jax.tree.map(lambda x, y: x + y.astype(jnp.float32), {"vision": gradients["vision"]}, own)
 
-        if spec.offload:
-            state = dataclasses.replace(state, opt_state=on_device(state.opt_state))
-        norm = optax.tree.norm(gradients)
-        finite = jnp.isfinite(norm)
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(spec.seed), ROUNDING), updates)
-
-        def step(state: State, gradients: Params) -> State:
-            changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-            params = round_like(jax.tree.map(jnp.add, state.params, changes), state.params, key)
-            return State(state.step, params, opt_state)
-
-        if jax.default_backend() == "cpu":  # in place: to choose afterwards XLA's CPU compiler copies the old state
-            new = jax.lax.cond(finite, step, lambda state, _: state, state, gradients)
-        else:
-            new = jax.tree.map(partial(jnp.where, finite), step(state, gradients), state)
-        if spec.offload:
-            new = dataclasses.replace(new, opt_state=on_host(new.opt_state))
-        if spec.offload_params:
-            new = dataclasses.replace(new, params=on_host(new.params))
-        own = {"grad_norm": norm, "nonfinite_gradient": 1.0 - finite}
-        if spec.schedule is not None:
-            own["lr"] = jnp.asarray(spec.schedule(updates))
-        elif (rate := optax.tree_utils.tree_get(new.opt_state, "learning_rate", filtering=_is_number)) is not None:
-            own["lr"] = jnp.asarray(rate)  # of optax.inject_hyperparams
-        if (estimate := state_of(state.opt_state, Prodigy)) is not None:
-            own["lr"] *= estimate.d
-        metrics |= {name: Metric(value, "sum") for name, value in own.items()}
-        return dataclasses.replace(new, critic=critic), metrics
+        new, of_step = moved(state, gradients, updates)
+        return dataclasses.replace(new, critic=critic), metrics | of_step
 
     return update
 
