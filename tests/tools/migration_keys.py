@@ -222,6 +222,7 @@ pref_beta pref_ftx pref_loss dpo_label_smoothing simpo_gamma kto_chosen_weight k
 use_badam use_apollo use_adam_mini use_muon use_dft_loss use_eaft_loss freeze_trainable_layers plot_loss
 disable_gradient_checkpointing flash_attn enable_liger_kernel use_unsloth rope_scaling moe_aux_loss_coef
 freeze_vision_tower ddp_timeout use_swanlab train_from_scratch model_revision
+ppo_epochs ppo_buffer_size ppo_target ppo_whiten_rewards ppo_score_norm reward_model reward_model_type max_new_tokens
 """
 
 ALL = {

@@ -217,22 +217,55 @@ def test_what_is_not_here_is_said():
         assert said in text, said
     _, text, _ = made("dpo", "pairs", "pref_loss: kto_pair")
     assert "pref_loss = 'kto_pair' is left out" in " ".join(text.split())
-    with pytest.raises(ConfigError, match="stage is 'ppo', which has no equivalent; there are pt, sft, rm, dpo, kto"):
-        made("ppo")
+    with pytest.raises(ConfigError, match="stage is 'rl', which has no equivalent; there are pt, sft, rm, ppo, dpo, k"):
+        made("rl")
+
+
+def test_ppo():
+    """As of TRL's former PPOTrainer: batches of ppo_buffer_size updates, and a value head on the policy."""
+    more = "reward_model: org/rm\nreward_model_type: full\nppo_buffer_size: 2\nppo_target: 3.0\nmax_new_tokens: 100"
+    config, text, names = made("ppo", "questions,talks", more)
+    assert names["questions"]({"instruction": "i", "output": "o"}) == {"prompt": [{"role": "user", "content": "i"}]}
+    assert names["talks"]({"turns": [USER, GPT]}) == {"prompt": [{"role": "user", "content": "q"}]}
+    algorithm, rollout = config.algorithm, config.rollout
+    assert (algorithm.name, algorithm.advantage, algorithm.beta) == ("ppo", "ppo(gamma=1.0, lam=0.95)", 0.2)
+    assert (algorithm.kl_controller, algorithm.kl_target, algorithm.kl_in_reward) == ("adaptive", 0.03, True)
+    assert (config.batch.prompts, config.batch.minibatches, config.batch.microbatch_rows) == (32, 2, 4)
+    assert (algorithm.num_iterations, config.total_steps) == (4, 10)  # twice 160 // 32
+    assert (rollout.max_prompt_length, rollout.max_completion_length, rollout.group_size) == (512, 100, 1)
+    assert (rollout.temperature, rollout.top_p, rollout.top_k, config.data.overlong) == (
+        0.95,
+        0.7,
+        50,
+        "truncate_right",
+    )
+    assert (config.critic.shared, config.critic.coef, config.critic.epsilon) == (True, 0.1, 0.2)
+    assert config.rewards.functions == ("model:org/rm",) and config.optimizer.max_grad_norm == 1.0
+    assert "value_head.safetensors" in text and "known key" not in text
+    more = "reward_model: http://localhost:8000\nreward_model_type: api\nmax_steps: 7\nppo_score_norm: true"
+    config, text, _ = made("ppo", more=more)
+    assert (config.rewards.functions, config.total_steps) == (("REWARD",), 7)
+    assert "is a server" in text and "ppo_score_norm has no equivalent" in text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize("stage", ["sft", "dpo", "ppo"])
 def test_two_steps_of_training(tmp_path, stage):
+    asked = [{"instruction": f"{i} 2", "input": "", "output": f"2 {i}"} for i in range(8)]
     rows = {
-        "sft": [{"instruction": f"{i} 2", "input": "", "output": f"2 {i}"} for i in range(8)],
+        "sft": asked, "ppo": asked,
         "dpo": [{"turns": [{"from": "human", "value": f"{i}"}], "good": GPT, "bad": USER} for i in range(8)],
-    }[stage]
-    dataset = {"sft": "questions", "dpo": "pairs"}[stage]
+    }[stage]  # fmt: skip
+    dataset = "pairs" if stage == "dpo" else "questions"
     config, _, _ = made(stage, dataset)
     (tmp_path / f"data/{dataset}.json").write_text(json.dumps(rows))
     (source,) = config.data.sources
     settings = {"data.path": "task:sort", "data.sources": (source,), "data.max_length": 128, "batch.prompts": 4}
+    if stage == "ppo":
+        (tmp_path / "score.py").write_text(
+            "def score(completions, **_):\n    return [len(x[0]['content']) for x in completions]\n"
+        )
+        settings["rewards.functions"] = (f"{tmp_path}/score.py:score",)
     history = two_steps(config, tmp_path, rows, **settings, **{"model.dtype": "auto", "optimizer.warmup_ratio": 0.0})
     assert len(history) == 2
     assert all(np.isfinite(step["loss"]) for step in history)

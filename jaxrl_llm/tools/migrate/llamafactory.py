@@ -38,7 +38,8 @@ def convert(source: Source, options: Options) -> Draft:
             f"{source.path} trains nothing: python -m jaxrl_llm export merges adapters, chat and serve sample"
         )
     trainer = stages[stage]
-    theirs = {**defaults("trl", trainer), **RULES["defaults"]}
+    theirs = {**defaults("trl", "ppo" if stage == "ppo" else trainer), **RULES["defaults"]}
+    theirs |= RULES["ppo"] if stage == "ppo" else {}
     title = f"{stage}, from FILE of LLaMA-Factory; what that leaves out is as in LLaMA-Factory."
     draft = Draft(source, title, theirs, _translated(yaml, stage))
     sources = _sources(draft, yaml, stage)
@@ -51,6 +52,8 @@ def convert(source: Source, options: Options) -> Draft:
     _data(draft, yaml, sources, rows)
     if trainer == "dpo":
         _preference(draft, yaml)
+    if stage == "ppo":
+        _proximal(draft, yaml)
     _trained(draft, yaml)
     draft.use("stage", "do_train", "finetuning_type", "ray_num_workers")
     for key in ABSENT:
@@ -62,7 +65,10 @@ def convert(source: Source, options: Options) -> Draft:
 
 def _translated(yaml: dict[str, Any], stage: str) -> dict[str, tuple[str, Any]]:
     """Return TRL's key -> (LLaMA-Factory's key, value)."""
-    theirs = {RULES["names"].get(key, key): (key, value) for key, value in yaml.items()}
+    named = RULES["names"] | (RULES["ppo_names"] if stage == "ppo" else {})
+    theirs = {named.get(key, key): (key, value) for key, value in yaml.items()}
+    if yaml.get("reward_model_type") == "api":
+        theirs.pop("reward_model", None)
     theirs.pop("dataset", None)
     theirs["dataset_name"] = ("dataset", "DATA")
     theirs.setdefault(
@@ -214,6 +220,8 @@ def _format(draft: Draft, name: str, entry: dict[str, Any], stage: str) -> str:
         made = {"prompt": "messages"} | {one: answer(said.get(one, one)) for one in ("chosen", "rejected")}
     elif stage == "sft" and chat:
         made = {"messages": "messages"}
+    elif stage == "ppo":
+        made = {"prompt": "messages[:-1]" if chat else "messages"}
     else:
         prompt, completion = ("messages[:-1]", "messages[-1:]") if chat else ("messages", answer(columns["response"]))
         made = {"prompt": prompt, "completion": completion}
@@ -248,6 +256,23 @@ def _preference(draft: Draft, yaml: dict[str, Any]) -> None:
     if likely or kind == "orpo":
         draft.check("the likelihood beside the loss of pairs is a mean over tokens here, and over completions there")
     draft.use("pref_ftx", "dpo_label_smoothing", "simpo_gamma")
+
+
+def _proximal(draft: Draft, yaml: dict[str, Any]) -> None:
+    """Set how long prompts are read, and note what the rewards have here."""
+    draft.set("data.overlong", "truncate_right", "cutoff_len")
+    model, kind = yaml.get("reward_model"), yaml.get("reward_model_type", "lora")
+    if kind == "api":
+        draft.check(f"reward_model = {model} is a server: a reward function of your own asks a server here")
+    elif model:
+        draft.check(
+            f"reward_model = {model} (reward_model_type {kind}): LLaMA-Factory keeps the head of a reward model in "
+            "value_head.safetensors, which is not read here. Name one of transformers (ForSequenceClassification), "
+            "such as the hf/ of its stage rm, trained here"
+        )
+    if yaml.get("ppo_score_norm"):
+        draft.check("ppo_score_norm has no equivalent: rewards are not divided by a running deviation")
+    draft.use("reward_model", "reward_model_type", "ppo_score_norm")
 
 
 def _trained(draft: Draft, yaml: dict[str, Any]) -> None:

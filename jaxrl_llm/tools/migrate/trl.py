@@ -65,7 +65,7 @@ def apply(draft: Draft, trainer: str, options: Options) -> Draft:
             draft.set("optimizer.max_grad_norm", 0.0, key)
         if trainer in BALANCED and options.version != "0.16" and not draft.sets(key := "router_aux_loss_coef"):
             draft.set_none("model.router_aux_loss_coef", key)
-    updates = RULES[trainer](draft, trainer, devices or 1)
+    updates = (RULES | FORMER)[trainer](draft, trainer, devices or 1)
     trl_run.length(draft, trainer, updates, options)
     if draft.sets("BEMACallback"):
         _average(draft, updates)
@@ -120,3 +120,4 @@ RULES: dict[str, Callable[[Draft, str, int], int]] = {
     "sdpo": trl_online.sdpo,
     "sdft": trl_online.sdft,
 }
+FORMER = {"ppo_0.11": trl_online.former_ppo}  # trainers that other libraries build on, of which TRL has newer ones

@@ -171,24 +171,14 @@ def ppo(draft: Draft, trainer: str, devices: int) -> int:
     if policy is not None and draft.get("model") is None:
         draft.set("model.path", policy, "sft_model_path")
         draft.set("model.tokenizer", None if name == policy else name, "model_name_or_path")
-    draft.set("algorithm.name", "ppo")
-    draft.set("rollout.group_size", 1)
     draft.set("batch.prompts", rows * devices, *ROWS)
     draft.set("batch.minibatches", minibatches, "num_mini_batches", *ROWS[1:])
-    draft.set("batch.shuffle", True)
     passed = min(per_device, max(rows // parts, 1)) * devices
     shared.microbatch_rows(draft, passed, rows * devices // minibatches, *ROWS)
-    options = {key: draft.get(key) for key in ("gamma", "lam")}
-    options |= {"whiten_rewards": True} if draft.get("whiten_rewards") else {}
-    draft.set("algorithm.advantage", with_options("ppo", options), "gamma", "lam", "whiten_rewards")
-    draft.set("algorithm.kl_in_reward", float(draft.get("kl_coef")) > 0, "kl_coef")
-    draft.set("algorithm.aggregation", "microbatch_token" if accumulation > 1 else "token")
-    for side in ("low", "high"):
-        draft.take(f"algorithm.epsilon_{side}", "cliprange")
+    _proximal(draft)
     draft.set("critic.learning_rate", float(draft.get("learning_rate")), "learning_rate", "vf_coef")
     keys = ("value_model", *REWARD_MODELS)
     draft.set("critic.path", draft.first(*keys), *keys)
-    _rewards(draft)
     if draft.get("deepspeed"):
         draft.check("DeepSpeed clips the gradient of policy and critic together; here each has its own norm")
     else:
@@ -197,6 +187,44 @@ def ppo(draft: Draft, trainer: str, devices: int) -> int:
     if int(draft.get("max_steps") or -1) > 0:
         draft.check("max_steps is not read by PPOTrainer, whose length is total_episodes or num_train_epochs")
     return 1
+
+
+def former_ppo(draft: Draft, trainer: str, devices: int) -> int:
+    """Set what PPOTrainer of TRL up to 0.11 has: batches of several updates, a critic that is a head of the policy, and
+    a weight of the KL that follows it; return 1, as it counts its batches."""
+    per_device, accumulation = (int(draft.get(key)) for key in ROWS)
+    minibatches, update = int(draft.get("num_mini_batches")), per_device * accumulation * devices
+    draft.set("batch.prompts", update * minibatches, *ROWS, "num_mini_batches")
+    draft.set("batch.minibatches", minibatches, "num_mini_batches")
+    shared.microbatch_rows(draft, per_device * devices, update, *ROWS)
+    _proximal(draft)
+    draft.set("critic.shared", True)
+    draft.take("critic.coef", "vf_coef")
+    longest, target = draft.values["rollout.max_completion_length"], float(draft.get("ppo_target"))
+    draft.set("algorithm.kl_controller", "adaptive", "ppo_target")
+    draft.set("algorithm.kl_target", target / longest, "ppo_target")
+    draft.check(
+        f"ppo_target = {target:g} is the KL of a whole completion, and algorithm.kl_target that of a "
+        f"token: it is written for completions of {longest} tokens, the longest; divide by their mean length"
+    )
+    draft.check("log-probs are those of temperature 1 there, whatever the samples' is; here they have that of these")
+    return 1
+
+
+def _proximal(draft: Draft) -> None:
+    """Set the advantages, the loss and the rewards of PPO."""
+    draft.set("algorithm.name", "ppo")
+    draft.set("rollout.group_size", 1)
+    draft.set("batch.shuffle", True)
+    options = {key: draft.get(key) for key in ("gamma", "lam")}
+    options |= {"whiten_rewards": True} if draft.get("whiten_rewards") else {}
+    draft.set("algorithm.advantage", with_options("ppo", options), "gamma", "lam", "whiten_rewards")
+    draft.set("algorithm.kl_in_reward", float(draft.get("kl_coef")) > 0, "kl_coef")
+    several = int(draft.get("gradient_accumulation_steps")) > 1
+    draft.set("algorithm.aggregation", "microbatch_token" if several else "token")
+    for side in ("low", "high"):
+        draft.take(f"algorithm.epsilon_{side}", "cliprange")
+    _rewards(draft)
 
 
 def distil(draft: Draft, trainer: str, devices: int) -> int:

@@ -15,7 +15,7 @@ TRANSFORMERS = {
 }
 UNWARMED = ("constant", "reduce_lr_on_plateau", "greedy")  # of transformers: without a warm-up, whatever is set
 # Of an epoch a last batch that is not full.
-DROPPING = ("grpo", "gmpo", "rloo", "distillation", "serverdistillation", "gold", "iwopd", "sdpo", "sdft")
+DROPPING = ("ppo_0.11", "grpo", "gmpo", "rloo", "distillation", "serverdistillation", "gold", "iwopd", "sdpo", "sdft")
 COUNTING = ("ppo", "asyncgrpo")  # prompts, in batches that may reach into the next epoch
 PROJECTS = ("project", "WANDB_PROJECT", "MLFLOW_EXPERIMENT_NAME", "SWANLAB_PROJECT", "TRACKIO_PROJECT")
 
