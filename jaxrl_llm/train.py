@@ -195,7 +195,7 @@ def train(
                 "updates_per_step": dict(run.updates_per_step),
                 "data_files": dict(run.data_files),
             }
-            arrays = run.source.get_arrays() | ({} if run.average is None else run.average.arrays())
+            arrays = run.get_arrays()
             if "state" in config.checkpoint.contents or leaves:
                 checkpoints.save(step, state, host, arrays, log.newest, final=last or leaves)
             if "hf" in config.checkpoint.contents and not last:

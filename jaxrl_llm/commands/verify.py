@@ -98,13 +98,12 @@ def verify(config) -> Report:
             state = run.state
             own, state = _step(config, run, state)
             with Checkpoints(Path(folder)) as checkpoints:
-                checkpoints.save(1, state, run.source.get_state(), run.source.get_arrays(), final=True)
+                checkpoints.save(1, state, run.source.get_state(), run.get_arrays(), final=True)
                 second, _ = _step(config, run, state)
                 free(state)
                 with _run(config) as again:
                     resumed, host = checkpoints.restore(1, again.state, again.mesh)
-                    arrays = checkpoints.restore_arrays(1, again.source.restorable(), again.mesh)
-                    again.source.set_state(host, arrays)
+                    again.set_state(resumed, host, checkpoints.restore_arrays(1, again.restorable(), again.mesh))
                     went_on, _ = _step(config, again, resumed)
     checks = []
     for name, changes in [("the same again", {}), *variants]:
@@ -137,6 +136,8 @@ def _step(config, run: Run, state: State) -> tuple[Made, State]:
     batch = run.source.next(merge_frozen(state, run.frozen), key).batch
     tokens = np.asarray(batch.inputs.tokens) if config.algorithm.name not in OFFLINE else None
     state, updates = improve(run, state, batch)
+    if run.average is not None:
+        run.average.update(int(state.step), merge_frozen(state, run.frozen).params)
     # Those of the first update that has them: a critic that is trained apart makes its own before the policy's.
     metrics = {name: float(value) for update in reversed(updates) for name, value in update.items()}
     return Made(tokens, metrics, jax.device_get(state.params)), state

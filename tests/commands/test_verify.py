@@ -62,9 +62,12 @@ def test_metrics_are_of_the_first_update_that_has_them(monkeypatch):
     monkeypatch.setattr(command, "improve", lambda run, state, batch: (state, made))
     batch = SimpleNamespace(inputs=SimpleNamespace(tokens=np.zeros((2, 3), np.int32)))
     source = SimpleNamespace(next=lambda state, key: SimpleNamespace(batch=batch))
-    state = State(np.int32(0), {"w": np.zeros(2, np.float32)}, ())
-    found, _ = command._step(default(), SimpleNamespace(source=source, frozen=Frozen()), state)
+    state, averaged = State(np.int32(1), {"w": np.zeros(2, np.float32)}, ()), []
+    average = SimpleNamespace(update=lambda step, params: averaged.append((step, [*params])))
+    run = SimpleNamespace(source=source, frozen=Frozen(), average=average)
+    found, _ = command._step(default(), run, state)
     assert found.metrics == {"critic/grad_norm": 7.0, "grad_norm": 2.0}
+    assert averaged == [(1, ["w"])], "a reference may follow it"
 
 
 @pytest.mark.parametrize(

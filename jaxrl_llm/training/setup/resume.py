@@ -140,14 +140,11 @@ def resume(config, given: Given, run: Run, checkpoints: Checkpoints, hooks: Call
             f"{config.algorithm.name!r} {own}: begin with its model alone, checkpoint.load=model"
         )
     problems = [*problems, *edited(host.get("data_files", {}), run.data_files)]
-    like = run.source.restorable() | ({} if run.average is None else run.average.arrays())
+    like = run.restorable()
     if left := source.trees(step) - like.keys():
         held = f"checkpoint {source.folder / str(step)} holds {', '.join(sorted(left))}"
         problems = [*problems, f"{held}, which is left, as this run has none"]
-    arrays = source.restore_arrays(step, like, run.mesh)
-    run.source.set_state(host, arrays)
-    if run.average is not None:
-        run.average.restore(arrays, merge_frozen(state, run.frozen).params)
+    run.set_state(state, host, source.restore_arrays(step, like, run.mesh))
     if "callbacks" in host:
         hooks.set_state(host["callbacks"], step, goes_on=own is not None)
     checkpoints.discard_after(own)

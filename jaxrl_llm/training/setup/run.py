@@ -113,6 +113,20 @@ class Run(NamedTuple):
     notes: list[str]  # lines on the data and the learning rate
     warnings: list[str]
 
+    def get_arrays(self) -> dict[str, Any]:
+        """The trees of arrays, by name, that a checkpoint holds besides the training state."""
+        return self.source.get_arrays() | ({} if self.average is None else self.average.arrays())
+
+    def restorable(self) -> dict[str, Any]:
+        """The trees of arrays, by name, that `set_state` restores, with None for one of any shape."""
+        return self.source.restorable() | ({} if self.average is None else self.average.arrays())
+
+    def set_state(self, state: State, host: dict[str, Any], arrays: dict[str, Any]) -> None:
+        """Restore what the host and the arrays of a checkpoint hold besides its training state."""
+        self.source.set_state(host, arrays)
+        if self.average is not None:
+            self.average.restore(arrays, merge_frozen(state, self.frozen).params)
+
     def close(self) -> None:
         """Closes the environments and the rewards: both, also where one fails."""
         with contextlib.ExitStack() as stack:
