@@ -141,8 +141,10 @@ class TurnTokenizer:
                 "they are"
             )
         ids = continued_ids(self.tokenizer, None, text[text.find(TURN) + len(TURN) :])
-        # The policy has sampled the end of its turn itself.
-        return ids[1:] if ended and ids and ids[0] in self.eos else ids
+        # The policy has sampled the end of its turn itself, before which Llama 2's template writes a space.
+        end = next((place for place, token in enumerate(ids) if token in self.eos), -1)
+        closes = not self.decode(ids[: max(end, 0)], skip_special_tokens=False).strip()
+        return ids[end + 1 :] if ended and closes else ids
 
     def _after_call(self, messages: list, options: dict[str, Any]) -> list[int]:
         """The ids after a turn, for templates that take results of tools only after a message with tool calls

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data.image_rows import ImageReader
+from jaxrl_llm.data.named_templates import with_chat_template
 from jaxrl_llm.data.observations import TurnTokenizer
 from jaxrl_llm.data.templates import chat_ids, render_chat
 from jaxrl_llm.data.tokenize import RowTokenizer
@@ -106,6 +107,19 @@ def test_messages_go_on_where_the_turn_ended(tokenizer):
     conversation = chat_ids(tokenizer, render_chat(tokenizer, [question, turn, *messages], True))
     assert sampled + observation_ids(tokenizer, messages) == conversation
     assert observation_ids(tokenizer, "No.") == observation_ids(tokenizer, messages[:1])
+
+
+def test_a_turn_before_whose_end_the_template_writes_a_space_ends_once():
+    """Llama 2's, so that the text behind a turn begins with the space and not with the end that was sampled."""
+    tokenizer = with_chat_template(spacing_tokenizer("always"), "llama2")
+    question, turn, message = ({"role": role, "content": role} for role in ("user", "assistant", "user"))
+    prompt = chat_ids(tokenizer, render_chat(tokenizer, [question], True))
+    whole = chat_ids(tokenizer, render_chat(tokenizer, [question, turn, message], True))
+    turns = TurnTokenizer(tokenizer, (end := tokenizer.eos_token_id,), 300)
+    ids = turns.observation_ids({"prompt": [question]}, [message])
+    assert whole[: len(prompt)] == prompt and whole[whole.index(end) + 1 :] == ids
+    assert whole[len(prompt) :].count(end) == 1 and end not in ids
+    assert end in turns.observation_ids({"prompt": [question]}, [message], ended=False)
 
 
 def test_a_template_that_drops_thinking_goes_on(tokenizer):
