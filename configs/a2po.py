@@ -1,10 +1,10 @@
-"""A*-PO (arXiv 2505.20686) on the embedded model and task of grpo.py: one completion a prompt, and no group.
+"""A*-PO (arXiv 2505.20686) on the embedded model and task of grpo.py: one completion of each prompt, no group.
 
     python -m jaxrl_llm.train --config=configs/a2po.py
 
 Before the first step the reference, the model as it starts, completes each prompt four times. The scores say what a
 prompt is worth to the best policy near it (its optimal value); prompts that none of them solved are left out. Each step
-then learns from the difference of a completion's reward from that. It starts from grpo.py beside it.
+then learns from the difference between a completion's reward and that value. It starts from grpo.py beside it.
 """
 
 from pathlib import Path

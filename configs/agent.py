@@ -1,4 +1,4 @@
-"""GRPO through an agent: a program of its own asks the policy by OpenAI's API, and its calls are learned from.
+"""GRPO of an agent: a program calls the policy through OpenAI's API, and its calls are learned from.
 
     pip install "jaxrl_llm[serve]" openai
     python -m jaxrl_llm.train --config=configs/agent.py

@@ -1,4 +1,4 @@
-"""AlphaPO (arXiv 2501.03884) on the embedded model: SimPO with another shape of the reward, and no reference.
+"""AlphaPO (arXiv 2501.03884) on the embedded model: SimPO with another reward function, no reference.
 
     python -m jaxrl_llm.train --config=configs/alphapo.py
 

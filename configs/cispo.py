@@ -1,4 +1,4 @@
-"""CISPO (MiniMax-M1, arXiv 2506.13585) on the embedded model and task of grpo.py: capped weights, no token is lost.
+"""CISPO (MiniMax-M1, arXiv 2506.13585) on the embedded model and task of grpo.py: capped weights, no token is clipped.
 
     python -m jaxrl_llm.train --config=configs/cispo.py
 

@@ -1,4 +1,4 @@
-"""Clip-Cov (arXiv 2505.22617) on the embedded model and task of grpo.py: entropy is kept by leaving out few tokens.
+"""Clip-Cov (arXiv 2505.22617) on the embedded model and task of grpo.py: keeps entropy by clipping a few tokens.
 
     python -m jaxrl_llm.train --config=configs/clip_cov.py
 

@@ -1,4 +1,4 @@
-"""DAPO (arXiv 2503.14476) on the embedded model and task of grpo.py: only prompts that teach something.
+"""DAPO (arXiv 2503.14476) on the embedded model and task of grpo.py: dynamic sampling, clip-higher.
 
     python -m jaxrl_llm.train --config=configs/dapo.py
 

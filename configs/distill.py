@@ -1,4 +1,4 @@
-"""On-policy distillation: the embedded model learns from a teacher's distributions at its own samples, from no reward.
+"""On-policy distillation: the embedded model learns from a teacher's distributions on its own samples, without rewards.
 
     python -m jaxrl_llm.train --config=configs/grpo.py
     python -m jaxrl_llm.train --config=configs/distill.py

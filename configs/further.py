@@ -2,8 +2,8 @@
 
     python -m jaxrl_llm.train --config=configs/further.py:maxrl
 
-FORMS says by which settings each differs from grpo.py beside it without its KL term. Those that are about samples of an
-older policy are given such: batches that are made ahead (`rollout.staleness`), or several updates of each.
+FORMS has the settings in which each differs from grpo.py beside it, whose KL term is off. Those that correct for
+samples of an older policy are given such: batches are made ahead (`rollout.staleness`), or updated on several times.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""GOLD: the embedded model learns at its own samples from a teacher that may have another tokenizer.
+"""GOLD: on-policy distillation from a teacher that may have another tokenizer.
 
     python -m jaxrl_llm.train --config=configs/grpo.py
     python -m jaxrl_llm.train --config=configs/gold.py

@@ -1,10 +1,10 @@
-"""KL-Cov (arXiv 2505.22617) on the embedded model and task of grpo.py: entropy is kept by holding few tokens back.
+"""KL-Cov (arXiv 2505.22617) on the embedded model and task of grpo.py: keeps entropy by a penalty on few tokens.
 
     python -m jaxrl_llm.train --config=configs/kl_cov.py
 
-The tokens whose log-prob and advantage vary together most pay for moving away from the policy that sampled them;
-nothing is clipped. The share is larger than the paper's 2e-4, as batches here have few tokens. It starts from grpo.py
-beside it.
+The tokens whose log-prob and advantage vary together most are penalised for moving away from the policy that sampled
+them; nothing is clipped. The share is larger than the paper's 2e-4, as batches here have few tokens. It starts from
+grpo.py beside it.
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""Pass@k training (arXiv 2503.19595) on the embedded model and task of grpo.py: only the best of a group learns.
+"""Pass@k training (arXiv 2503.19595) on the embedded model and task of grpo.py: only the best of a group is reinforced.
 
     python -m jaxrl_llm.train --config=configs/passk.py
 
-The best completion of a prompt gets the lead it has over the second best, all others nothing: the objective is the
-best of k samples, so the policy stays diverse. It starts from grpo.py beside it.
+The advantage of a prompt's best completion is its lead over the second best, that of all others 0: the objective is
+the best of k samples, so the policy stays diverse. It starts from grpo.py beside it.
 """
 
 from pathlib import Path

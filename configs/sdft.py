@@ -1,4 +1,4 @@
-"""SDFT (arXiv 2601.19897): the policy learns from itself, which was shown the demonstration of the data.
+"""SDFT (arXiv 2601.19897): the policy is its own teacher, which is shown the row's demonstration.
 
     python -m jaxrl_llm.train --config=configs/sdpo.py:start
     python -m jaxrl_llm.train --config=configs/sdft.py

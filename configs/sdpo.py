@@ -1,4 +1,4 @@
-"""SDPO (arXiv 2601.20802): the policy learns from itself, which was shown a right answer of another sample.
+"""SDPO (arXiv 2601.20802): the policy is its own teacher, which is shown a right answer to the prompt.
 
     python -m jaxrl_llm.train --config=configs/sdpo.py:start
     python -m jaxrl_llm.train --config=configs/sdpo.py
