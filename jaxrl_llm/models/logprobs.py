@@ -235,9 +235,8 @@ def last_scores(net: Net, params: Params, inputs: Inputs) -> jax.Array:
     if inputs.layout is not None:  # which reads the last token of each row and nothing else
         positions = _predicting(model, inputs)
         return positions.at_tokens(model.scores(positions.hidden)).sum(axis=1)
-    assert inputs.segments is not None
-    hidden = model.hidden(inputs)
-    last = jnp.where(inputs.segments != 0, jnp.arange(inputs.segments.shape[1]), 0).max(axis=1)
+    hidden, segments = model.hidden(inputs), _segments(inputs)
+    last = jnp.where(segments != 0, jnp.arange(segments.shape[1]), 0).max(axis=1)
     return model.scores(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0]
 
 
@@ -258,8 +257,7 @@ class _Positions(NamedTuple):
 def _predicting(model: Transformer, inputs: Inputs) -> _Positions:
     if inputs.layout is not None:
         return _predicting_packed(model, inputs, inputs.layout)
-    tokens, segments = _predictable(inputs.tokens, model.config), inputs.segments
-    assert segments is not None
+    tokens, segments = _predictable(inputs.tokens, model.config), _segments(inputs)
     first = max(inputs.prompt_width, 1)
     predicted = (segments[:, first:] == segments[:, first - 1 : -1]) & (segments[:, first:] != 0)
 
@@ -274,6 +272,10 @@ def _predicting(model: Transformer, inputs: Inputs) -> _Positions:
 
     hidden = model.hidden(inputs)[:, first - 1 : -1]
     return _Positions(hidden, tokens[:, first:], None, at_tokens, columns, columns)
+
+
+def _segments(inputs: Inputs):
+    return jnp.ones_like(inputs.tokens) if inputs.segments is None else inputs.segments
 
 
 def _predictable(tokens, config: ModelConfig):
@@ -313,8 +315,7 @@ def _predicting_packed(model: Transformer, inputs: Inputs, layout: PackedLayout)
 
     images = inputs.images
     if isinstance(images, Images):  # encoded as the rows have them; packed tokens find theirs in those of their shard
-        segments = jnp.ones_like(tokens) if inputs.segments is None else inputs.segments
-        images = model.encode_images(tokens, segments, images)
+        images = model.encode_images(tokens, _segments(inputs), images)
         values = images.values.reshape(shards, -1, images.values.shape[-1])
         # Where rows share features, index is among those of their shard already.
         first = jnp.arange(len(images.values) // shards) * images.values.shape[1]

@@ -141,6 +141,15 @@ def test_all_layouts_give_a_document_the_same_numbers():
             np.testing.assert_allclose(whole[0, starts[number] : starts[number] + length], expected, atol=1e-5)
 
 
+def test_without_segments_rows_are_whole():
+    net, params = net_and_params()
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 11))
+    for found, expected in zip(
+        score(net, params, tokens, None), score(net, params, tokens, np.ones((2, 11), int)), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_positions_may_be_given():
     net, params = net_and_params()
     tokens, segments = (jnp.asarray(x) for x in packed())
