@@ -254,7 +254,7 @@ KEYS = (
         "max_pixels; Idefics3 and SmolVLM: longest_edge, do_image_splitting; Mistral 3, Pixtral and LightOnOCR: "
         "longest_edge; InternVL and Aya Vision: min_patches, max_patches; Command A Vision and Kimi K2.5: max_patches; "
         "Ovis2: crop_to_patches, max_patches; Gemma 4: max_soft_tokens; LFM2-VL: min_image_tokens, max_image_tokens, "
-        "max_tiles, do_image_splitting."),
+        "max_tiles, do_image_splitting; Idefics2: do_image_splitting."),
     Setting("data.system_prompt", None,
         "System message put before conversations that have none."),
     Setting("data.chat_template", None,
@@ -480,7 +480,9 @@ KEYS = (
         "scores pairs (online DPO), sft learns completions of the data, "
         "preference learns from pairs or labelled completions, reward_model learns a score from pairs, "
         "process_reward_model from labelled steps whether each step of a solution is right.",
-        choices=ALGORITHMS),
+        choices=ALGORITHMS,
+        hint="losses of pairs and labels, as dpo, are preference with algorithm.loss, and what follows GRPO, as gspo, "
+        "is grpo with its settings: `--config=NAME` of a shipped file, dpo or gspo for example, has them"),
     Setting("algorithm.advantage", "group",
         "Advantage estimate: built-in name, `module:function` or `path/to/file.py:function`; options in brackets, "
         "`rloo(normalize=True)`."),

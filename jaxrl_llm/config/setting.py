@@ -1,5 +1,6 @@
 """`Setting`: the type, the range and the meaning of one setting, and its values as texts of a command line."""
 
+import difflib
 import json
 import re
 import sys
@@ -31,6 +32,7 @@ class Setting:
     words: tuple[str, ...] = ()  # that stand for a number
     none: bool = False  # it may be none, which is not its default
     escapes: bool = False  # a text that a command line gives with those of ESCAPES, which a shell does not read
+    hint: str = ""  # for who gives a value that is no choice
 
     @property
     def optional(self) -> bool:
@@ -130,7 +132,16 @@ class Setting:
     def check(self, value: Any) -> None:
         """Raises ConfigError with the setting's name, the value and the allowed values unless it accepts the value."""
         if not self.accepts(value):
-            raise ConfigError(f"{self.name} is {value!r}, but it takes {self.allowed}")
+            raise ConfigError(f"{self.name} is {value!r}, but it takes {self.allowed}{self._instead(value)}")
+
+    def _instead(self, value: Any) -> str:
+        """What may be meant by a value that is no choice, as the end of a message."""
+        items = value if isinstance(value, tuple | list) else (value,)
+        wrong = next((str(item).lower() for item in items if item not in (self.choices or items)), "")
+        near = difflib.get_close_matches(wrong, self.choices or (), 1)
+        if near and (wrong == near[0] or not self.hint):
+            return f"; the closest is {near[0]}"
+        return f"; {self.hint}" if wrong and self.hint else ""
 
 
 def _split_list(text: str) -> list[str]:

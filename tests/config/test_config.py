@@ -222,6 +222,36 @@ def test_lists_whose_items_have_commas_are_json_on_a_command_line():
     assert entry == {"set": "a", "path": "x,y.jsonl"}
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("algorithm.name", "DPO", "process_reward_model; losses of pairs and labels, as dpo, are preference"),
+        ("algorithm.name", "GRPO", "; the closest is grpo"),
+        ("model.dtype", "bf16", "one of auto, float32, bfloat16; the closest is bfloat16"),
+        ("logging.backends", "console,wandbb", "trackio; the closest is wandb"),
+        ("model.remat", "quickly", "one of auto, none, block, dots, offload"),
+    ],
+)
+def test_a_value_that_is_no_choice_is_told_what_may_be_meant(key, value, message):
+    with pytest.raises(ConfigError, match=f"{re.escape(message)}($| with)"):
+        BY_NAME[key].parse(value)
+
+
+@pytest.mark.parametrize("key", ["model.path", "data.path", "teacher.path", "lora.path", "data.split", "data.format"])
+def test_texts_of_unset_variables_are_refused(key):
+    config = default()
+    for value in ("", " "):
+        assign(config, key, value)
+        with pytest.raises(ConfigError, match=rf"{key} is empty \(is it an unset variable of the shell\?\), but it ta"):
+            validate(config)
+
+
+def test_a_system_message_may_be_empty():
+    config = default()
+    config.data.system_prompt = ""
+    validate(config)
+
+
 def test_validate_names_unknown_and_missing_keys():
     config = default()
     with config.unlocked():

@@ -11,7 +11,13 @@ from jaxrl_llm.config.checks.teacher import check_teacher
 from jaxrl_llm.config.checks.trained import check_average, check_lora, check_optimizer
 from jaxrl_llm.config.checks.values import advantages_of, looks
 from jaxrl_llm.config.resolve import ConfigError, is_own, split_losses, split_options
-from jaxrl_llm.config.schema import OFFLINE, ConfigDict
+from jaxrl_llm.config.schema import KEYS, OFFLINE, ConfigDict
+
+# Texts that may be empty, as a system message, which keeps a chat template from its own; of the last three other
+# messages speak.
+MAY_BE_EMPTY = (
+    "data.system_prompt", "logging.project", "logging.run_name", "data.step_separator", "export.title", "output_dir",
+)  # fmt: skip
 
 
 def check_own_functions(config: ConfigDict) -> None:
@@ -34,6 +40,18 @@ def contradictions_at_a_look(config: ConfigDict) -> list[str]:
         looks.reset(token)
 
 
+def _empty_texts(config: ConfigDict) -> Iterator[str]:
+    """Messages for texts without a letter: an empty path is the current folder, and other names are of nothing."""
+    for key in KEYS:
+        section, _, name = key.name.rpartition(".")
+        is_text = key.kind is str and not (key.many or key.choices or key.escapes or key.default == "")
+        value = (config[section] if section else config)[name]
+        if is_text and key.name not in MAY_BE_EMPTY and isinstance(value, str) and not value.strip():
+            what = "a name or a folder" if name.endswith("path") else key.allowed.removesuffix(", or none")
+            none = ", or none" if key.optional else ""
+            yield f"{key.name} is empty (is it an unset variable of the shell?), but it takes {what}{none}"
+
+
 def contradictions(config: ConfigDict) -> Iterator[str]:
     """A message for each contradiction between keys, computed on demand: `validate` raises the first one.
 
@@ -41,6 +59,7 @@ def contradictions(config: ConfigDict) -> Iterator[str]:
     """
     algorithm = config.algorithm
     online = algorithm.name not in OFFLINE
+    yield from _empty_texts(config)
     if online:
         yield from check_online(config)
     else:
@@ -66,9 +85,6 @@ def contradictions(config: ConfigDict) -> Iterator[str]:
             f"{algorithm.name!r}: set it to 0; a preference loss takes it in brackets, "
             f"algorithm.loss='dpo(label_smoothing={algorithm.label_smoothing})'"
         )
-    for key, value in (("model.path", config.model.path), ("data.path", config.data.path)):
-        if not value.strip():  # which would be the current folder
-            yield f"{key} is empty (is it an unset variable of the shell?), but it takes a name or a folder"
     for axis, size in config.mesh.items():
         if size == 0:
             yield f"mesh.{axis} is 0, but it takes 1 or more, or -1 for the devices that the others leave"
