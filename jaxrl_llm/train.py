@@ -195,9 +195,8 @@ def train(
                 "updates_per_step": dict(run.updates_per_step),
                 "data_files": dict(run.data_files),
             }
-            arrays = run.get_arrays()
             if "state" in config.checkpoint.contents or leaves:
-                checkpoints.save(step, state, host, arrays, log.newest, final=last or leaves)
+                checkpoints.save(step, state, host, run.get_arrays(), log.newest, final=last or leaves)
             if "hf" in config.checkpoint.contents and not last:
                 write_model()
 
