@@ -195,7 +195,8 @@ def engine_of(model: Model, values: Mapping[str, Any], samples: int = 1) -> Engi
 
 
 def completion_text(model: Model, prompt: Prompt, prompt_ids: list[int], ids: list[int]) -> str:
-    """The text of sampled ids, without special tokens: a turn of its own, or what goes on with a text as it stands."""
+    """The text of sampled ids, without special tokens, decoded as a turn of its own, or behind the text that they
+    continue."""
     continues = isinstance(prompt, str) or prompt[-1]["role"] == "assistant"
     return Detokenizer(model.tokenizer, prompt_ids if continues else ()).add(ids, final=True)
 

@@ -114,11 +114,13 @@ class Rule:
 
     @property
     def compares_groups(self) -> bool:
-        """True where a completion is compared with those of its prompt by reward alone: equal ones have none above."""
+        """True where the rule compares the completions of a prompt by their rewards alone, so that equal rewards give
+        no advantage."""
         return self.asks_for("group_size") and not self.asks_for("turns")
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
-        """The rule's advantages, or a pair with its returns or baselines, of those of the inputs that it asks for."""
+        """Call the rule with those of the inputs that it asks for; returns its advantages, or a pair of these and
+        returns or baselines."""
         return self.function(**{name: inputs[name] for name in inputs if self.asks_for(name)}, **self.options)
 
 
@@ -144,7 +146,7 @@ class AdvantageStep:
         return next((rule for rule in self.rules if rule.asks_for(name)), None)
 
     def rule_numbers(self, environments: Sequence[str]) -> np.ndarray:
-        """The number `[N]` of the rule of each row, of the names of the rows' environments."""
+        """The number `[N]` of each row's rule, by the names of the rows' environments."""
         own = {name: number for number, (name, _) in enumerate(self.spec.of_environments, 1)}
         return np.array([own.get(name, 0) for name in environments], np.int32)
 
@@ -403,7 +405,8 @@ def advantage_step(spec: AdvantageSpec, reward_names: tuple[str, ...]) -> Advant
 
 @functools.cache
 def of_users(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a name: of the user's own one whose errors are ConfigErrors, but for those of `UNTRACEABLE`.
+    """The function itself or, for one of the user's own, the same function with its errors raised as ConfigErrors, save
+    those of `UNTRACEABLE`.
 
     The same one for the same function, as programs are compiled once for each.
     """

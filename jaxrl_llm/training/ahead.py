@@ -66,7 +66,7 @@ def compilations(run: Run) -> Iterator[Callable[[], object]]:
 
 
 class CompiledAhead:
-    """A context manager that compiles in a thread; `wait` is for before the first of the programs is called.
+    """A context manager that compiles in a thread. Call `wait` before the first of the programs is called.
 
     What is waited counts in `watch` as the phase compile. An error is dropped: the call meets it again, in its place.
     Whoever leaves it earlier waits for the program that is being compiled, and no further one is.

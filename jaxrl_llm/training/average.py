@@ -31,8 +31,8 @@ class AverageSpec:
     offload: bool  # in the host's memory between updates
 
     def weights(self, step: int) -> tuple[float, float]:
-        """The weights (beta, alpha) of an update after a step: of the policy in the moving average, and of the distance
-        that the policy has come."""
+        """The weights (beta, alpha) of the update after a step: that of the policy in the moving average, and that of
+        the policy's distance from its start."""
         age = self.lag + self.multiplier * step
         return max(age**-self.ema_power, self.min_ema_multiplier), age**-self.bias_power
 

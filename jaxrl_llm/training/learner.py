@@ -316,8 +316,9 @@ class Learner:
         teacher: Teacher | ServedTeacher | None,
         shown: ContextRows | SpanRows | None,
     ) -> Batch:
-        """The batch with the coefficients of its loss, and with what the loss compares: the log-probs of the reference,
-        which are `ref_logps` where these are known, or its distributions; and the teacher's."""
+        """The batch with the coefficients of its loss, and with what the loss compares the policy with: the reference's
+        log-probs, which are `ref_logps` where these are known, or its distributions; and the teacher's distributions.
+        """
         rows, ref_head = self.batch.forward_rows, None
 
         def inputs() -> Inputs:
@@ -427,7 +428,8 @@ class Learner:
         return fields
 
     def scalars(self, batch: Batch, ref_head=None) -> Scalars:
-        """The coefficients that move, and the tokens of an average optimizer batch where the weights divide by them."""
+        """The coefficients that change from step to step, and the tokens of an average optimizer batch where the
+        weights divide by them."""
         kl, entropy, tokens = self.controllers.kl.coef, self.controllers.entropy, None
         if self.spec.aggregation == "rollout_token":
             tokens = np.float32(float((batch.mask > 0).sum()) / self.batch.minibatches)

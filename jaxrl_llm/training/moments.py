@@ -85,15 +85,15 @@ def updates_made(state: optax.OptState) -> jax.Array:
 
 
 def schedules_further(state: optax.OptState, updates: int | jax.Array) -> optax.OptState:
-    """The state with its schedules so many updates further; moments and the counts that correct them stay."""
+    """The state with its schedules advanced by so many updates; moments and the counts that correct them stay."""
     return jax.tree.map(
         lambda x: x._replace(count=x.count + updates) if _is_schedule(x) else x, state, is_leaf=_is_schedule
     )
 
 
 def schedules_scaled(state: optax.OptState, before: int, now: int) -> optax.OptState:
-    """The state with its schedules where they are if steps make `now` updates, that were counted where each made
-    `before`; moments and the counts that correct them stay."""
+    """The state with its schedules where they would be, had each step made `now` updates and not `before`; moments and
+    the counts that correct them stay."""
 
     def scaled(x):
         count = x.count // before * now + x.count % before * now // before

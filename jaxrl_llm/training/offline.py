@@ -131,7 +131,7 @@ class OfflineSource:
         return shown.aligned(self.teacher.with_distributions(batch, shown.inputs, rows)), shown.metrics
 
     def as_of_now(self, batch: Batch, rows: int) -> Batch:
-        """The held-out batch with what has moved since it was made; log-probs are computed `rows` rows at a time."""
+        """The held-out batch with what has changed since it was made. Log-probs are computed `rows` rows at a time."""
         if self.reference is not None and self.reference.moves:
             batch = reference_logps(self.net, self.reference.params, batch, rows, self.mesh)
         return self.with_baseline(batch)
@@ -353,7 +353,7 @@ def _logps(net: Net, params: Params, batch: Batch, rows: int, mesh: Mesh, pack: 
 
 
 def _inputs(batch: Batch, pack: Packer | None) -> Inputs:
-    """The rows as a network reads them for what it says of the tokens in the mask."""
+    """The rows as a network reads them to score the tokens in the mask."""
     held = batch.inputs
     inputs = Inputs(held.tokens, held.segments, images=held.images, in_prompt=held.in_prompt)
     if pack is not None:

@@ -177,7 +177,8 @@ def build_optimizer(spec: OptimizerSpec, schedule: optax.Schedule | None = None)
 
 
 def own_function(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The function of the user's that `optimizer.name` names, and its options; raises ConfigError without either."""
+    """The user's function that `optimizer.name` names, and its options; raises ConfigError where they cannot be found
+    or read."""
     with naming(f"optimizer.name is {name!r}"):
         return resolve_with_options(name, {})
 

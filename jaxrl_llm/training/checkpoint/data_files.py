@@ -21,7 +21,7 @@ FILES = 64  # of a source that are read; of others the size alone is compared
 
 
 def checksums(sources: Iterable[DataSource]) -> dict[str, str]:
-    """What tells the data of each source from an edited one, by a name that tells its path.
+    """A checksum of the data of each source, by a name that tells its path: it is another one once the data was edited.
 
     Of each file here it is the size and checksum, which change with its content, and not when it is touched or copied;
     of rows of the hub, or of URLs, the fingerprint that `datasets` makes of their revision, or of what the server says

@@ -54,7 +54,8 @@ def changed_settings(folder: Path, config: ConfigDict) -> Changes:
 
 
 def as_computed(config: ConfigDict, former: ConfigDict) -> ConfigDict:
-    """The configuration with what a run computes before it records it, as `former`, such a record, has it."""
+    """The configuration as a run records it: what a run computes from its data and its model is as in `former`, such a
+    record."""
     config = with_correction(config).copy_and_resolve_references()
     if config.num_epochs is not None and config.num_epochs == former.num_epochs:
         config.total_steps = former.total_steps  # it is computed from the data

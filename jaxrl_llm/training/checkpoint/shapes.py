@@ -10,7 +10,8 @@ from jaxrl_llm.training.update import State
 
 
 def difference(held: Any, wanted: Any) -> tuple[str, str] | None:
-    """The path of the first array that has another shape in one of two trees, or is in one alone, and both in words."""
+    """The path of the first array whose shape differs between two trees, or that one of them lacks, and the difference
+    in words; None where there is none."""
     theirs, own = ({path_name(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(part)}
                    for part in (held, wanted))  # fmt: skip
     differ = [path for path in sorted(theirs | own) if theirs.get(path) != own.get(path)]

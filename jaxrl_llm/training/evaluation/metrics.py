@@ -70,7 +70,8 @@ class EvalMetrics:
 
 
 def by_row(names: Sequence[str], rewards: np.ndarray, logged: Logged) -> tuple[list[Numbers], Logged]:
-    """What functions with these names say of each completion of a batch, and the rest of the numbers that they logged.
+    """The numbers that the functions with these names gave for each completion of a batch, and the rest of what they
+    logged.
 
     Of a completion that is `rewards/<function>/mean`, nan where it does not apply, and `rewards/<function>/<entry>` for
     the numbers beside a score; `rewards [N, F]` may be of fewer completions than were sampled. In the rest each metric
@@ -178,7 +179,7 @@ def summary(
 
 
 def with_logged(metrics: dict[str, float], logged: Logged) -> dict[str, float]:
-    """The metrics of an evaluation behind what reward functions logged besides, over all processes.
+    """The metrics of an evaluation, after what reward functions logged besides, over all processes.
 
     Warns of a name that both have: the evaluation's own stays.
     """

@@ -113,7 +113,8 @@ class Evaluation:
         return {f"eval/{self.name}/{name}" if self.name else f"eval/{name}": x for name, x in metrics.items()}
 
     def _computed(self, compute: Compute, table: list[Row]) -> dict[str, float]:
-        """The metrics that the user's function makes of the samples: in the first process, as it may draw or ask."""
+        """The metrics that the user's function makes of the samples. It is called in the first process alone, as it may
+        draw random numbers or ask a server."""
         group_size, names = self.sampled.engine.group_size, self.sampled.rewards.names
         rows = [example for example in self.examples for _ in range(group_size)]
         columns = columns_of(rows, ("prompt", "prompt_ids", PIXELS))
@@ -210,9 +211,9 @@ def check_best(best: str | None, metrics: Mapping[str, float]) -> None:
 def full_batches(
     examples: Sequence[Any], at_once: int, multiple: int, group: RowGroup
 ) -> Iterator[tuple[int, int, list[Any], int]]:
-    """For each batch of about `at_once` examples the position of its first among all, their number without those that
-    fill it up, those of this process, which are those of its row group, and how many of them fill nothing up: what
-    does is neither graded nor paid.
+    """Yield batches of about `at_once` examples, each as four things: the position of its first example among all; the
+    number of its examples, without those that fill it up; the examples of this process, which are those of its row
+    group; and how many of these do not fill it up. Those that do are neither graded nor paid for.
 
     All batches have the same size, which the row shards of the mesh (`multiple`) and the groups divide; the last one
     is filled up by repeating its last example.

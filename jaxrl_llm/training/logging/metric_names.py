@@ -114,7 +114,7 @@ class MetricNames(dict[str, str]):
         return f"val-{'core' if main else 'aux'}/{eval_set or self._data}/{statistic}"
 
     def more(self, step: int, metrics: Mapping[str, float | None]) -> dict[str, float | None]:
-        """The metrics of VERL_MORE that those of a training step, by the run's names, give; none in TRL's records.
+        """The metrics of VERL_MORE, computed from those of a training step by the run's names; none in TRL's records.
 
         None is a number that is not finite.
         """

@@ -149,7 +149,7 @@ def _parquet_cell(name: str, value: Any) -> Any:
 
 
 def of_one_type(cells: list[Any]) -> list[Any]:
-    """Cells as tables take them: of one row a scorer may say True, of the next 0.5, or a text.
+    """Cells of one type, as tables take them: for one row a scorer may say True, for the next 0.5, or a text.
 
     Numbers and booleans side by side become floats; cells of other types, and what no table holds, become texts.
     """

@@ -18,7 +18,8 @@ from jaxrl_llm.training.rollouts.experience import ON_HOST, Partial, Rollouts, o
 def fill(
     held: Rollouts, flat: np.ndarray, fresh: Rollouts, fresh_flat: np.ndarray, mesh: Mesh
 ) -> tuple[Rollouts, np.ndarray]:
-    """`held` with its flat groups replaced by groups of `fresh` that are not, as far as those go; which are flat then.
+    """Replace the flat groups of `held` by groups of `fresh` that are not flat, as far as there are enough of them;
+    returns the rollouts, and which groups are still flat.
 
     `flat` and `fresh_flat` `[B]` are of this process, which fills its own groups only: texts never travel.
     """

@@ -223,8 +223,8 @@ def unpacked_queue(arrays: Mapping[str, Any]) -> list[Rollouts]:
 
 
 def placed_queue(arrays: Mapping[str, Any], mesh: Mesh) -> list[Rollouts]:
-    """The batches of a `packed_queue` with their rows sharded over `mesh`: each row group has its share, with what it
-    logged, or an equal one where there were others."""
+    """The batches of a `packed_queue` with their rows sharded over `mesh`. Each row group gets its own share, with what
+    it logged; where the number of groups has changed, all get equal shares."""
     group = RowGroup.of(mesh)
     return [
         placed_share(shares[group.index], mesh)._replace(logged=shares[group.index].logged)
@@ -254,7 +254,7 @@ ON_HOST = ("prompts", "completions", "rewards", "turns", "parts", "roles", "envi
 
 
 def of_rows(function: Callable[..., Any], batches: Sequence[Rollouts], fields: Sequence[str]) -> dict[str, Any]:
-    """These fields, with `function` of the lists and arrays that the batches have there; None stays."""
+    """These fields, with `function` of the lists and arrays that the batches have there; what is None stays None."""
     return {
         name: jax.tree.map(function, *(getattr(x, name) for x in batches), is_leaf=lambda x: isinstance(x, list))
         for name in fields
@@ -262,7 +262,8 @@ def of_rows(function: Callable[..., Any], batches: Sequence[Rollouts], fields: S
 
 
 def _by_rows(function: Callable[..., Any], batches: Sequence[Rollouts]) -> Rollouts:
-    """The first of the batches, on the host, with `function` of the rows of all batches in place of its own."""
+    """The first of the batches, on the host, with what `function` makes of the rows of all batches in place of its own
+    rows."""
     first, found = batches[0], of_rows(function, batches, ("rollout", "images", *ON_HOST))
     columns = {name: function(*(x.logged.columns[name] for x in batches)) for name in first.logged.columns}
     if first.partial is not None:

@@ -167,7 +167,8 @@ class FileQueue:
         return facts.get("folder") == self._folder.name and facts.get("made", 0) >= step
 
     def _ask(self, params: Params, version: int, first: int, last: int) -> dict[str, np.float32]:
-        """Have the batches of the steps sampled by the policy, of the prompts that come next; metrics of its file."""
+        """Have the batches of steps `first` to `last` sampled by the policy, from the prompts that come next; returns
+        the metrics of its file."""
         arrays, metrics = policy_on_host(split(self._publish(params), self._frozen)[1]), {}
         with processes.all_or_none(), writing(self._folder):
             if self._first:
@@ -188,7 +189,8 @@ class FileQueue:
         return metrics
 
     def _read(self, step: int, share: int | None = None) -> Rollouts:
-        """A share of the rows of a step, all of them without a number, on the host, once they are there.
+        """The rows of a step on the host, once they are there: the share of that number, or all of them where it is
+        None.
 
         Raises ConfigError for a sampler that has failed, or shows no sign of life, which is no error of the user's.
         """

@@ -86,8 +86,8 @@ class PartialRollouts:
         self._groups: list[Group] = []  # in the order of the data
 
     def take(self, params: Params, version: int) -> tuple[list[Row], Rollout, Partial]:
-        """The examples and the rows of a step, all of them complete; what is left to sample, the policy of `version`
-        training steps samples."""
+        """The examples and the rows of a step, all of them complete. What is left to sample is sampled by the policy of
+        `version` training steps."""
         spec, rounds = self.spec, 0
         with self.stopwatch("rollout"), turn():
             while len(self._groups) < spec.in_flight:

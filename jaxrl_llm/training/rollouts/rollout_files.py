@@ -125,7 +125,8 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def policy_on_host(params: Params) -> dict[str, np.ndarray]:
-    """The arrays of a policy by path, copied to this host, {} but on the first process; every learner must call it.
+    """The arrays of a policy by path, copied to the host in the first process, and {} in the others; every learner must
+    call it.
 
     What several processes have parts of comes by way of the devices, each of which then has all of it: of a large stack
     of layers one after another.
@@ -256,7 +257,7 @@ class HeartbeatReader:
 
     @property
     def failed(self) -> bool:
-        """True for an error that is none of a process before, in whose place another one starts."""
+        """True for an error of this process, and not of one before it, in whose place this one has started."""
         return "error" in self.facts and (self.seen or time.monotonic() - self._changed > ERROR_SECONDS)
 
 

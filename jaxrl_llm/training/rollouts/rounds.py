@@ -64,7 +64,8 @@ class Rounds:
         then: Callable[[str], Any] | None = None,
         failure: Exception | None = None,
     ) -> tuple[bool, Any]:
-        """Whether any process asked for something, and what this one did: the completions of each prompt, or `then`."""
+        """Take part in a round; returns whether any process asked for something, and the result for this one: the
+        completions of each prompt, or what `then` returned."""
         if self._inside == threading.get_ident():  # it has the lock, and would wait for itself
             raise ConfigError(
                 "generate or save_model was called within save_model, by what its `then` calls: call it after "

@@ -173,8 +173,8 @@ class RolloutWorker:
         ids: list[list[int]],
         graded_rows: int,
     ) -> tuple[Graded, dict[str, Any]]:
-        """The rewards of the rows and what is logged, with what they played; and their `turns`, `parts` and `roles`, as
-        in `Rollouts`, of which a row that is one completion has none."""
+        """Add what the rows played to their rewards and to what is logged; returns these, and the rows' `turns`,
+        `parts` and `roles`, as in `Rollouts`, of which a row that is one completion has none."""
         (rewards, logged), sessions, width = graded, made.sessions, self.prompt_width
         turns = parts = roles = None
         if sessions is not None:
