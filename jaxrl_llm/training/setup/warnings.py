@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.config.checks.values import ENVIRONMENTS, value_of
 from jaxrl_llm.config.schema import BY_NAME, OFFLINE
 from jaxrl_llm.config.unread import unread
 from jaxrl_llm.data.templates import called_turn
@@ -36,6 +37,7 @@ def warnings_of(
         *narrow_updates(config, model),
         *untrained_policy(config),
         *([] if advantages is None else left_out_prompts(config, advantages)),
+        *([] if advantages is None else equal_completions(config, advantages)),
         *unread_calls(config, model, environments),
         *experts_left_out(config, model),
         *read_as_numbers(config, model),
@@ -100,6 +102,20 @@ def left_out_prompts(config, advantages: AdvantageStep) -> list[str]:
     return [
         "algorithm.dynamic_sampling leaves out prompts whose completions score alike, as verl does under any rule, but "
         f"{rule.setting} = {rule.name!r} would learn from these too: set it to false to keep them"
+    ]
+
+
+def equal_completions(config, advantages: AdvantageStep) -> list[str]:
+    """A warning where the completions of a prompt are the same, and the advantage rule compares them."""
+    c, rule = config.rollout, next((rule for rule in advantages.rules if rule.compares_groups), None)
+    only = {"rollout.temperature": c.temperature == 0, "rollout.top_k": c.top_k == 1, "rollout.min_p": c.min_p == 1}
+    key = next((key for key, greedy in only.items() if greedy), None)
+    others = (value_of(config, name) for name in ENVIRONMENTS)  # which may answer equal turns differently
+    if rule is None or key is None or any(others) or config.total_steps == 0:
+        return []
+    return [
+        f"{key} is {value_of(config, key):g}, with which the completions of a prompt are the same, but "
+        f"{rule.setting} = {rule.name!r} compares their rewards: where these are equal too, nothing is learned"
     ]
 
 

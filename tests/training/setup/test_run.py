@@ -14,7 +14,7 @@ from jaxrl_llm.training.setup.given import Given
 from jaxrl_llm.training.setup.mesh import build_mesh
 from jaxrl_llm.training.setup.run import Run, build
 from jaxrl_llm.training.setup.specs import advantage_spec
-from jaxrl_llm.training.setup.warnings import left_out_prompts, unmatched_names, untrained_policy
+from jaxrl_llm.training.setup.warnings import equal_completions, left_out_prompts, unmatched_names, untrained_policy
 from tests.rollout.test_engine import CONFIG
 
 
@@ -52,6 +52,23 @@ def test_dynamic_sampling_tells_what_it_leaves_out():
         assert f"algorithm.advantage = {rule!r} would learn from these too: set it to false" in line
     config.algorithm.dynamic_sampling_metric = "acc"  # which says what is alike
     assert lines("remax") == []
+
+
+@pytest.mark.parametrize(("key", "value"), [("temperature", 0.0), ("top_k", 1), ("min_p", 1.0)])
+def test_completions_that_are_all_the_same_are_told(key, value):
+    config = default()
+
+    def lines(advantage: str) -> list[str]:
+        config.algorithm.advantage = advantage
+        return equal_completions(config, advantage_step(advantage_spec(config), ("r",)))
+
+    assert lines("group") == []
+    config.rollout[key] = value
+    (line,) = lines("group")
+    assert f"rollout.{key} is {value:g}, with which the completions of a prompt are the same" in line
+    assert lines("reinforce_plus_plus") == []
+    config.environment.name = "sort_then_smallest"
+    assert lines("group") == []
 
 
 @pytest.mark.parametrize("failing", ["rewards", "environments"])
