@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -46,6 +47,9 @@ def read_files(files: list[str], split: str, streaming: bool, ds_type: str | Non
         if not streaming and (fault := encoding_fault(file, reader)) is not None:
             raise ConfigError(f"cannot load {file}: {fault}")
 
+    if reader == "parquet" and not any("://" in file for file in files):
+        files = reading(shown, lambda: _with_rows(files))
+
     def read() -> Any:
         import datasets
 
@@ -56,6 +60,18 @@ def read_files(files: list[str], split: str, streaming: bool, ds_type: str | Non
         return datasets.load_dataset(reader, data_files=files, split=split, streaming=streaming)  # pyright: ignore
 
     return reading(shown, read, files)
+
+
+def _with_rows(files: list[str]) -> list[str]:
+    """The parquet files without those that have no rows, as programs that write in parts leave them: `datasets` fails
+    on one. Raises ConfigError where none has any."""
+    import pyarrow.parquet
+
+    found = [str(path) for file in files for path in (sorted(matching(Path(file))) if "*" in file else [file])]
+    kept = [file for file in found if pyarrow.parquet.read_metadata(file).num_rows]
+    if found and not kept:
+        raise ConfigError(f"{', '.join(files)} has no rows; check how it was made")
+    return files if len(kept) == len(found) else kept
 
 
 def _read_csv(files: list[str], split: str, streaming: bool) -> Any:
@@ -258,7 +274,7 @@ def read_folder(folder: str, split: str, name: str | None, streaming: bool) -> A
     if not any(map(reader_of, files)):
         raise ConfigError(f"the folder {folder!r} holds no {', '.join(READERS)} file and no saved data set")
     remote = "://" in folder
-    if remote or (name is None and "README.md" not in files):  # which may tell configurations
+    if remote or (name is None and not _has_card(Path(folder) / "README.md")):
         found = reading(folder, lambda: DataFilesDict.from_patterns(get_data_patterns(folder), base_path=folder))
         readable = {str(part): [file for file in its if reader_of(file)] for part, its in found.items()}
         if remote or sum(map(len, readable.values())) == sum(map(len, found.values())):  # else images, or the like
@@ -271,6 +287,12 @@ def read_folder(folder: str, split: str, name: str | None, streaming: bool) -> A
                 raise ConfigError(f"cannot load {file}: {fault}")
     loaded = reading(folder, lambda: datasets.load_dataset(folder, name, streaming=streaming), list(files.values()))
     return pick(loaded, split, folder)
+
+
+def _has_card(file: Path) -> bool:
+    """True for a README.md that tells configurations of the data, or the types of its columns."""
+    head = file.read_text(encoding="utf-8", errors="replace").split("\n---")[0] if file.is_file() else ""
+    return re.search(r"^(?:configs|dataset_info)\s*:", head, re.MULTILINE) is not None
 
 
 def read_remote(path: str, split: str, name: str | None, streaming: bool, ds_type: str | None) -> Any:

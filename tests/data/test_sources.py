@@ -8,6 +8,8 @@ import types
 import datasets
 import huggingface_hub
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from jaxrl_llm.config.resolve import ConfigError
@@ -421,6 +423,26 @@ def test_several_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert len(load("part*.csv")) == 3
     assert load("part*.csv", "train[1:]")["prompt"][:] == ["p1", "p2"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_parquet_files_without_rows_are_passed_over(tmp_path, streaming):
+    """Programs that write in parts leave some, which `datasets` fails on."""
+    for number, texts in enumerate([["a"], [], ["b", "c"]]):
+        table = pyarrow.table({"prompt": pyarrow.array(texts, pyarrow.string())})
+        pyarrow.parquet.write_table(table, tmp_path / f"part-{number}.parquet")
+    for path in (tmp_path, tmp_path / "*.parquet", [tmp_path / f"part-{number}.parquet" for number in range(3)]):
+        assert [row["prompt"] for row in load(path, streaming=streaming)] == ["a", "b", "c"]
+    with pytest.raises(ConfigError, match=r"part-1.parquet has no rows"):
+        load(tmp_path / "part-1.parquet", streaming=streaming)
+
+
+@pytest.mark.parametrize("readme", ["# Rows", "---\nlicense: mit\n---\nconfigs: none"])
+def test_a_readme_without_configurations_changes_no_text(tmp_path, readme):
+    """`datasets` would make numbers, dates and None of texts."""
+    (tmp_path / "README.md").write_text(readme)
+    (tmp_path / "rows.csv").write_text("question,answer\nNone,0042\n")
+    assert load(tmp_path).to_list() == [{"question": "None", "answer": "0042"}]
 
 
 def test_files_of_several_types_and_of_unknown_ones(tmp_path, monkeypatch):
