@@ -3504,6 +3504,28 @@ def test_files_of_verl(tmp_path):
         migrate(PAGES / "verl_evaluation.yaml")
 
 
+def test_the_configuration_that_a_command_of_verl_names(tmp_path):
+    """Its keys come first, overrides on top; it is found beside the script, and what it builds on is named."""
+    (tmp_path / "config").mkdir()
+    tree = {
+        "hydra": {"searchpath": ["file://verl"]},
+        "defaults": ["ppo_trainer", "mine", "_self_"],
+        "data": {"max_prompt_length": 100, "max_response_length": 50},
+        "actor_rollout_ref": {"rollout": {"multi_turn": {"enable": True, "max_assistant_turns": 5}}},
+    }
+    written(tmp_path, "config/turns.yaml", tree)
+    script = (
+        f"{VERL}algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2 data.max_response_length=60 "
+        "--config-path=$(pwd)/config --config-name turns\n"
+    )
+    config, text = migrate(written(tmp_path, "run.sh", script), output=tmp_path / "config.py")
+    assert (config.rollout.max_prompt_length, config.rollout.max_completion_length) == (100, 60)
+    assert config.environment.max_turns == 5
+    assert "turns.yaml builds on mine, which is not read" in " ".join(text.split()) and "config-name" not in text
+    _, text = migrate(written(tmp_path, "run.sh", script.replace("name turns", "name other")))
+    assert "--config-name = 'other' has no equivalent" in text
+
+
 def test_a_mixture_of_verl_is_rewarded_by_data_source(tmp_path):
     script = (
         f"{VERL}algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2 data.train_files=\"['gsm8k/a','math/a']\"\n"

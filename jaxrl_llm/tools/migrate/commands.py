@@ -1,7 +1,7 @@
 """Reading commands that start a training of another library, of shell scripts; nothing is run."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ STARTED = {
     # Scripts of others have flags besides.
     "nemo-rl": re.compile(r"\bexamples/run_(vlm_)?(grpo|ppo|sft|dpo|rm|distillation)\w*\.py(?!.* --(?!config\b))"),
 }
+SHIPPED = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")  # configurations of verl
 TUNIX = {"grpo_main": "grpo", "grpo_vllm_main": "grpo", "ppo_main": "ppo", "peft_main": "sft"}
 
 
@@ -70,9 +71,12 @@ def read_shell(text: str, path: str, system: str, trainer: str, companion: str) 
     overrides = [word for word in words if re.fullmatch(r"\+{0,2}[A-Za-z_]\w*\.[\w.]*=.*", word, re.DOTALL)]
     if system == "verl" or (system == "auto" and (overrides or "verl.trainer" in line)):
         pairs = (word.lstrip("+").partition("=") for word in overrides)
-        settings = flat({key: parsed(value) for key, _, value in pairs})
-        flags = dict(word.split("=", 1) for word in words if re.match(r"--[\w-]+=", word))
-        settings |= {flag: value for flag, value in flags.items() if flag.startswith("--config-")}
+        flags = {before: after for before, after in pairwise(words) if re.fullmatch(r"--config-\w+", before)}
+        flags |= dict(word.split("=", 1) for word in words if re.match(r"--[\w-]+=", word))
+        composed, notes = _composed(flags, path)
+        settings, checks = composed | flat({key: parsed(value) for key, _, value in pairs}), (*checks, *notes)
+        if not composed:
+            settings |= {flag: value for flag, value in flags.items() if flag.startswith("--config-")}
         settings |= {key: parsed(flags[flag]) for flag, key in DEVICES.items() if flag in flags and key not in settings}
         settings = {key: value for key, value in settings.items() if value is not None}
         return Source("verl", trainer or ("sft" if "sft_trainer" in line else ""), resolved(settings), path, checks)
@@ -124,6 +128,20 @@ def _trains(words: Sequence[str]) -> bool:
 def _found(name: str, path: str) -> Path | None:
     """Return the file that a command of the script `path` names: beside the script, or from here; None without one."""
     return next((file for file in (Path(path).parent / name, Path(name)) if name and file.is_file()), None)
+
+
+def _composed(flags: Mapping[str, str], path: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the keys of the file that Hydra's flags name, and notes of files that it builds on; none where it is not
+    there, or is verl's own, whose values are the defaults."""
+    folder = flags.get("--config-path", flags.get("--config-dir", ""))
+    name = flags.get("--config-name", "").removesuffix(".yaml")
+    file = _found(f"{folder}/{name}.yaml", path) if folder and name and name not in SHIPPED else None
+    if file is None:
+        return {}, ()
+    tree = load(file)
+    parents = [str(parent) for parent in tree.pop("defaults", None) or () if parent not in ("_self_", *SHIPPED)]
+    notes = tuple(f"{file} builds on {parent}, which is not read" for parent in parents)
+    return {key: value for key, value in flat(tree).items() if not key.startswith("hydra.")}, notes
 
 
 def _started(line: str) -> str:
