@@ -131,6 +131,10 @@ def shard_error(model: Model, folder: Path) -> float:
 VISION_COLUMNS = ("load", "logits", "greedy", "gradients", "export", "8-device shard")
 # What is a family's own, in jaxrl_llm/models/, and what it shares with others.
 VISION_FILES = {
+    "idefics2": (
+        "families/idefics2.py",
+        "families/mistral.py families/llava.py families/siglip.py vision/siglip.py vision/perceiver.py",
+    ),
     "idefics3": ("families/idefics3.py", "families/llava.py families/siglip.py vision/siglip.py vision/projector.py"),
     "smolvlm": ("families/smolvlm.py", "families/idefics3.py, and its"),
     "gemma3": ("families/gemma3.py", "families/llava.py families/siglip.py families/gemma3_text.py vision/siglip.py"),

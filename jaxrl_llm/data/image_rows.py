@@ -93,7 +93,8 @@ class ImageText:
                 f"the chat template wrote {self.tiles.processor.placeholder} {amount(len(rest), 'time')} for a row of "
                 f"{amount(len(self.texts), 'image')}; remove that word from the text, and images from answers"
             )
-        return first + "".join(image + part for image, part in zip(self.texts, rest, strict=False))
+        whole = first + "".join(image + part for image, part in zip(self.texts, rest, strict=False))
+        return self.tiles.processor.finish(whole)
 
     def check(self, ids: Sequence[int]) -> None:
         """Raises ConfigError unless the ids have all tokens of the images, and no others."""

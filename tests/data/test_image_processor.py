@@ -25,6 +25,8 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
+from transformers.models.idefics2.processing_idefics2 import Idefics2Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
@@ -75,9 +77,8 @@ def write(folder, processor, config, **settings):
 def expanded(own, text, images):
     """The text with each placeholder replaced, as rows are rendered."""
     first, *rest = text.split(own.placeholder)
-    return first + "".join(
-        own.expand(image.height, image.width) + part for image, part in zip(images, rest, strict=True)
-    )
+    texts = (own.expand(image.height, image.width) + part for image, part in zip(images, rest, strict=True))
+    return own.finish(first + "".join(texts))
 
 
 IDEFICS_CONFIG = {
@@ -109,6 +110,37 @@ def test_idefics3_writes_the_tokens_and_the_tiles_of_its_processor(idefics3, siz
     pixels = own.pixels(images)
     np.testing.assert_array_equal(pixels, np.moveaxis(reference["pixel_values"][0], 1, -1))
     assert pixels.dtype == np.float32 and ids.count(own.image_id) == 4 * len(pixels)
+
+
+@pytest.mark.parametrize("splitting", [True, False])
+def test_idefics2_writes_the_tokens_and_the_tiles_of_its_processor(tmp_path, tokenizer_folder, splitting):
+    """Images side by side and apart, wide and high ones, with text right behind them."""
+    tokenizer = with_tokens(tokenizer_folder, IDEFICS)
+    pil = Idefics2ImageProcessorPil(size={"shortest_edge": 6, "longest_edge": 16}, do_image_splitting=splitting)
+    config = {
+        "model_type": "idefics2", "vision_config": {"image_size": 16}, "perceiver_config": {"resampler_n_latents": 3},
+    }  # fmt: skip
+    own = image_processors.load(write(tmp_path / "model", pil, config), tokenizer)
+    assert own is not None
+    theirs = Idefics2Processor(pil, tokenizer, image_seq_len=3)
+    images = [picture(*size, seed) for seed, size in enumerate([(40, 30), (9, 12), (300, 30), (5, 90)])]
+    text = "look<image><image>and <image>\n<image> say"
+    reference = theirs(text=text, images=[images], return_tensors="np")
+    ids = theirs.tokenizer(expanded(own, text, images), add_special_tokens=False)["input_ids"]
+    assert ids == reference["input_ids"][0].tolist()
+    pixels = own.pixels(images)
+    assert pixels.shape == (20 if splitting else 4, 16, 16, 3) and ids.count(own.image_id) == 3 * len(pixels)
+    high, wide = reference["pixel_values"].shape[-2:]  # of the largest
+    shown, other = pixels[:, :high, :wide], np.concatenate([pixels[:, high:].ravel(), pixels[:, :, wide:].ravel()])
+    np.testing.assert_array_equal(np.nan_to_num(shown), np.moveaxis(reference["pixel_values"][0], 1, -1))
+    np.testing.assert_array_equal(~np.isnan(shown).any(-1), reference["pixel_attention_mask"][0] == 1)
+    assert np.isnan(other).all()
+    if splitting:
+        with pytest.raises(ConfigError, match="an image of 9 x 1 pixels has no quarters: crop it, drop the row"):
+            own.expand(1, 9)
+    small = config | {"vision_config": {"image_size": 15}}
+    with pytest.raises(ConfigError, match="longest_edge = 16, but images of this model are up to image_size = 15"):
+        image_processors.load(write(tmp_path / "model", pil, small), tokenizer)
 
 
 def test_smolvlm_tiles_are_those_of_its_processor(tmp_path, tokenizer_folder):

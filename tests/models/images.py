@@ -20,6 +20,7 @@ from transformers import (
     Glm4vMoeConfig,
     Glm46VConfig,
     GlmOcrConfig,
+    Idefics2Config,
     Idefics3Config,
     InternVLConfig,
     Kimi_K25Config,
@@ -176,7 +177,22 @@ TOKENS = {
 }  # fmt: skip
 MARKS = [91, 92, 93, 94, 95]  # of Ovis2
 SIZES = [(24, 40), (16, 24), (8, 32)]  # of images of any size: 15, 6 and 4 tokens
+FILLED = [(24, 16), (11, 24), (24, 24), (8, 5)]  # of the tiles of Idefics2, of whose patches not all are whole
 VISION = {
+    "idefics2": lambda: Idefics2Config(
+        text_config={**SHAPE, "model_type": "mistral", "sliding_window": None},
+        vision_config=ENCODER,
+        perceiver_config={
+            "hidden_size": SHAPE["hidden_size"],
+            "resampler_n_latents": TILE_TOKENS,
+            "resampler_depth": 2,
+            "resampler_n_heads": 4,
+            "resampler_head_dim": 6,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-3,
+        },
+        image_token_id=IMAGE_TOKEN,
+    ),
     "idefics3": lambda: Idefics3Config(**PARTS, scale_factor=2),
     "smolvlm": lambda: SmolVLMConfig(**PARTS, scale_factor=2, tie_word_embeddings=True),
     "gemma3": lambda: Gemma3Config(
@@ -433,7 +449,8 @@ def make_vision_oracle(family: str, config: Any = None):
         for name, parameter in oracle.named_parameters():
             if "norm" in name or "lambda" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
-            elif not parameter.any() or name.endswith(("embedding_table", "pos_embedding")):  # from zeros or ones
+            # From zeros or ones.
+            elif not parameter.any() or name.endswith(("embedding_table", "pos_embedding", "latents")):
                 parameter.normal_(std=ENCODER["initializer_range"])
             elif name.endswith("embedding_projection.weight"):
                 parameter.mul_(4)  # of small ones the gradients are large, and so are their rounding errors
@@ -494,7 +511,7 @@ def image_documents(tiles=(2, 1, 0), family: str = "") -> list[Document]:
     rng = np.random.default_rng(1)
     documents = []
     sizes = itertools.cycle(SIZES if family in ANY_SIZE and family != "ovis2" else NUMBERS.get(family, [TILE[:2]]))
-    grids = itertools.cycle(GRIDS)
+    grids, filled = itertools.cycle(GRIDS), itertools.cycle(FILLED)
     for number, count in enumerate(tiles):
         parts, pixels = [rng.integers(0, IMAGE_TOKEN, 3 + number)], []
         for _ in range(count):
@@ -503,8 +520,8 @@ def image_documents(tiles=(2, 1, 0), family: str = "") -> list[Document]:
             if family == "mllama":
                 tiles, amount = np.zeros((1, 4 * TILE[0], *TILE[1:]), np.float32), 1
                 numbers = next(grids)
-                filled = numbers[1] * TILE[0]
-                tiles[:, :filled] = rng.normal(size=(1, filled, *TILE[1:]))
+                rows = numbers[1] * TILE[0]
+                tiles[:, :rows] = rng.normal(size=(1, rows, *TILE[1:]))
                 pixels.append((tiles, numbers))
             elif family in NUMBERS:
                 numbers = NUMBERS[family][size]
@@ -512,6 +529,9 @@ def image_documents(tiles=(2, 1, 0), family: str = "") -> list[Document]:
                 pixels.append((rng.normal(size=(1 + numbers[0] * numbers[1], *TILE)).astype(np.float32), numbers))
             else:
                 pixels.append(rng.normal(size=(high, wide, 3)).astype(np.float32))
+                if family == "idefics2":
+                    own = next(filled)
+                    pixels[-1][own[0] :] = pixels[-1][:, own[1] :] = np.nan
             image = np.full(amount, IMAGE_TOKEN)
             image = np.concatenate([MARKS[:1], image, MARKS[1:2], MARKS[4:]]) if family == "ovis2" else image
             parts += [image, rng.integers(0, IMAGE_TOKEN, 2)]
@@ -644,6 +664,9 @@ def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
         found["token_type_ids"] = torch.ones_like(ids)
     elif oracle.config.model_type not in ("internvl", "llava", "aya_vision", "cohere2_vision", "deepseek_vl"):
         pixels = pixels[None]
+    if family == "idefics2" and len(document.pixels):
+        found["pixel_attention_mask"] = (~pixels.isnan().any(2)).long()
+        pixels = pixels.nan_to_num()
     return found | ({"pixel_values": pixels} if len(document.pixels) else {})
 
 

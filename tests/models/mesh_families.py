@@ -78,6 +78,7 @@ def test_eight_devices_compute_the_same_of_images(family, tmp_path):
     tower = cut.params["vision"]
     encoder, layers = tower["encoder"], tower["encoder"]["layers"]
     down, projector = layers["mlp"].get("fc2", layers["mlp"].get("down")), tower.get("projector", encoder.get("merger"))
-    for linear in (encoder["patch"], layers["attention"]["q"], down, projector.get("proj", projector.get("fc1"))):
+    first = next(projector[name] for name in ("proj", "fc1", "gate") if name in projector)
+    for linear in (encoder["patch"], layers["attention"]["q"], down, first):
         x = linear["kernel"]
         assert x.sharding.shard_shape(x.shape) != x.shape

@@ -1,7 +1,8 @@
 """Image processors of vision-language models: the text that stands for an image in a prompt, and its pixels.
 
 `load` reads the files of a model's folder. Resizing, tiling and normalising are those of transformers' processors on
-Pillow and numpy, which need no torch; the tokens are those that its classes `Idefics3Processor`, `SmolVLMProcessor`,
+Pillow and numpy, which need no torch; the tokens are those that its classes `Idefics2Processor`, `Idefics3Processor`,
+`SmolVLMProcessor`,
 `AyaVisionProcessor`, `Cohere2VisionProcessor`, `Gemma3Processor`, `Gemma4Processor`, `InternVLProcessor`,
 `Lfm2VlProcessor`, `LlavaProcessor`, `LlavaNextProcessor`, `LlavaOnevisionProcessor`, `MllamaProcessor`,
 `PaliGemmaProcessor`, `Qwen2VLProcessor`, `Qwen2_5_VLProcessor`, `Qwen3VLProcessor`, `Glm4vProcessor`,
@@ -24,6 +25,7 @@ from jaxrl_llm.data.image_processors.processor import ImageProcessor, read_json
 from jaxrl_llm.data.image_processors.tiled import (
     aya_vision,
     cohere2_vision,
+    idefics2,
     idefics3,
     internvl,
     lfm2_vl,
@@ -33,6 +35,7 @@ from jaxrl_llm.data.image_processors.tiled import (
 
 # By the model_type of config.json.
 FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any, Mapping[str, Any]], ImageProcessor]] = {
+    "idefics2": idefics2,
     "idefics3": idefics3,
     "smolvlm": partial(idefics3, smolvlm=True),
     "gemma3": gemma3,
@@ -73,6 +76,7 @@ BOUNDS = {"min_pixels": int, "max_pixels": int}
 TILES = {"min_patches": int, "max_patches": int}
 # The options of data.image_processor and their types, by the model_type of config.json; other families have none.
 OPTIONS: dict[str, dict[str, type]] = {
+    "idefics2": {"do_image_splitting": bool},
     "idefics3": SPLITTING,
     "smolvlm": SPLITTING,
     "internvl": TILES,

@@ -31,6 +31,7 @@ class ImageProcessor:
     grid: Callable[[int, int], tuple[int, ...]] | None = None
     of_many: "ImageProcessor | None" = None  # that of rows with several images; None: this one
     before_text: bool = False  # images are in front of the token that begins a text, where only chat templates put them
+    finish: Callable[[str], str] = lambda text: text  # a text with the tokens of images -> as the model reads it
 
     def pixels(self, images: "list[Image]") -> np.ndarray | list[Any]:
         """The tiles of the images of a row, in the order of their tokens, [tiles, H, W, C] fp32; 0 tiles of none.

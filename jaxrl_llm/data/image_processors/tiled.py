@@ -1,7 +1,8 @@
-"""Families whose images are cut into square tiles that are read apart, beside one of the whole: Idefics3 and SmolVLM,
+"""Families whose images are cut into tiles that are read apart, beside one of the whole: Idefics2 and 3 and SmolVLM,
 InternVL, Aya Vision, Command A Vision, LFM2-VL and Ovis2."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,6 +98,50 @@ def idefics3(
     tags = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
     ids = token_ids(tokenizer, (fake, token, whole), tuple(tags))
     return ImageProcessor(token, ids[1], frozenset(ids), expand, tiles, (edge, edge), tile_count)
+
+
+def idefics2(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
+    """Idefics2's (arXiv 2405.02246): an image keeps its shape, between a shortest and a longest edge, and is as many
+    tokens as the perceiver has latents; with `do_image_splitting` its four quarters, each scaled so, are before it.
+
+    It is in the corner of a tile, whose other pixels are NaN. A token is around images and between those that touch.
+    """
+    from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
+
+    processor: Any = Idefics2ImageProcessorPil.from_pretrained(folder, **settings)
+    side, longest = config["vision_config"].get("image_size", 224), processor.size["longest_edge"]
+    if not processor.do_resize or longest > side:
+        raise ConfigError(
+            f"the image processor in {folder} has do_resize = {processor.do_resize} and longest_edge = {longest}, but "
+            f"images of this model are up to image_size = {side} pixels a side: copy preprocessor_config.json of the "
+            "original model"
+        )
+    fake, token, count = "<fake_token_around_image>", "<image>", 5 if processor.do_image_splitting else 1
+    latents = (config.get("perceiver_config") or {}).get("resampler_n_latents", 64)
+    text = fake + (token * latents + fake) * count
+
+    def expand(height: int, width: int) -> str:
+        if count > 1 and min(height, width) < 2:
+            raise ConfigError(
+                f"an image of {width} x {height} pixels has no quarters: crop it, drop the row, or set "
+                "data.image_processor=do_image_splitting=False"
+            )
+        return text
+
+    def tiles(image: "Image") -> np.ndarray:
+        made = processor(images=[[image]], do_pad=False)["pixel_values"][0]
+        canvas = np.full((len(made), side, side, 3), np.nan, np.float32)
+        for tile, pixels in zip(canvas, made, strict=True):
+            tile[: pixels.shape[1], : pixels.shape[2]] = np.moveaxis(pixels, 0, -1)
+        return canvas
+
+    def finish(text: str) -> str:
+        return re.sub(rf"{fake}(?=[^\s<])", f"{fake} ", text.replace(fake * 2, fake))
+
+    ids = token_ids(tokenizer, (fake, token))
+    return ImageProcessor(
+        token, ids[1], frozenset(ids), expand, tiles, (side, side), lambda height, width: count, finish=finish
+    )
 
 
 def internvl(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:

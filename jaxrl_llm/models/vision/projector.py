@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.models.layers import LayerNorm, Linear, RMSNorm
+from jaxrl_llm.models.vision.perceiver import PerceiverProjector
 
 
 def pixel_shuffle(x, factor: int) -> jax.Array:
@@ -88,6 +89,7 @@ PROJECTORS = {
     "shuffle": ShuffleProjector,
     "average": AverageProjector,
     "linear": LinearProjector,
+    "perceiver": PerceiverProjector,
     "gated": GatedProjector,
     "two_maps": TwoMapsProjector,
     "bare_maps": functools.partial(TwoMapsProjector, normed=False),

@@ -1,6 +1,6 @@
 """Encoders of tiles, ViTs whose patches all see each other: SigLIP (arXiv 2303.15343), that of SmolVLM, Idefics3 and
-others, CLIP's (arXiv 2103.00020), with a token of the whole tile, and InternViT (arXiv 2312.14238), with that and
-factors of what its layers add."""
+others, CLIP's (arXiv 2103.00020), with a token of the whole tile, InternViT (arXiv 2312.14238), with that and factors
+of what its layers add, and that of Idefics2, whose images may fill a part of their tile."""
 
 import dataclasses
 import functools
@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxrl_llm.distributed.sharding import constrain
@@ -36,6 +37,8 @@ class SiglipConfig:
     features_from: int = 0  # the layer, counted from 1, whose outputs are features; 0: the last one's, behind the norm
     layer_scale: float = 0.0  # where the factors of what layers add start, one a channel; 0: there are none
     last_norm: bool = True
+    # An image of any shape is in the first rows and columns of its tile, whose other pixels are NaN.
+    partly_filled: bool = False
     init_scale: float = 0.02
 
     @property
@@ -61,13 +64,14 @@ class PatchAttention(nnx.Module):
         self.q_norm = norm_of("rms", config.width, 1e-6, net, rngs) if config.qk_norm else None
         self.k_norm = norm_of("rms", config.width, 1e-6, net, rngs) if config.qk_norm else None
 
-    def __call__(self, x):
+    def __call__(self, x, seen=None):
+        """`seen` `[M,S]` are the patches that all attend to; None: to all."""
         q, k, v = self.q(x), self.k(x), self.v(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (by_head(a, self.heads) for a in (q, k, v))
-        kernel = attention_kernel(q, self.kind)
-        return self.out(jax.nn.dot_product_attention(q, k, v, implementation=kernel).reshape(x.shape))
+        kernel, mask = attention_kernel(q, self.kind), None if seen is None else seen[:, None, None]
+        return self.out(jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=kernel).reshape(x.shape))
 
 
 class EncoderLayer(nnx.Module):
@@ -81,8 +85,8 @@ class EncoderLayer(nnx.Module):
         scale = jnp.full((config.width,), config.layer_scale, net.param_dtype)
         self.scale1, self.scale2 = (nnx.Param(scale) if config.layer_scale else None for _ in range(2))
 
-    def __call__(self, x):
-        x = _added(x, self.attention(self.norm1(x)), self.scale1)
+    def __call__(self, x, seen=None):
+        x = _added(x, self.attention(self.norm1(x), seen), self.scale1)
         return _added(x, self.mlp(self.norm2(x)), self.scale2)
 
 
@@ -124,8 +128,31 @@ class Positions(nnx.Module):
         shape = (1, *shape) if config.class_token and not config.clip else shape  # files of InternViT have a tile
         self.weight = nnx.Param(jax.random.normal(rngs.params(), shape, net.param_dtype) * net.init_scale)
 
-    def __call__(self, x):
-        return x + self.weight[...].astype(x.dtype)
+    def __call__(self, x, seen=None):
+        weight = self.weight[...].astype(x.dtype)
+        return x + (weight if seen is None else weight[places(seen)])
+
+
+def seen_patches(pixels, size: int) -> jax.Array:
+    """The patches `[M,S]` of tiles `[M,H,W,C]`, `size` pixels a side, all of whose pixels are the image's."""
+    side = pixels.shape[1] // size
+    filled = ~jnp.isnan(pixels[:, : side * size, : side * size]).any(-1)
+    return filled.reshape(-1, side, size, side, size).all((2, 4)).reshape(-1, side * side)
+
+
+def places(seen) -> jax.Array:
+    """The places `[M,S]`, among those of a whole tile, of the patches of images that fill a part of it, all that are
+    `seen`: the image is stretched over the tile."""
+    side = round(seen.shape[1] ** 0.5)
+    grid = seen.reshape(-1, side, side)
+    ends = ((1 + np.arange(side - 1)) / side).astype(np.float32)
+
+    def along(count):  # in fp32, as transformers has it
+        start = jnp.arange(side, dtype=jnp.float32) * (1 / jnp.maximum(count, 1).astype(jnp.float32))[:, None]
+        return jnp.searchsorted(ends, jnp.minimum(start, 1 - 1e-6), side="right")
+
+    rows, columns = along(grid[:, :, 0].sum(1)), along(grid[:, 0].sum(1))
+    return (rows[:, :, None] * side + columns[:, None]).reshape(seen.shape)
 
 
 class Siglip(nnx.Module):
@@ -143,7 +170,8 @@ class Siglip(nnx.Module):
         self.norm = LayerNorm(config.width, config.norm_eps, net.param_dtype) if config.last_norm else None
         self.features_from = config.features_from
 
-    def __call__(self, pixels, checkpointed=lambda step: step):
+    def __call__(self, pixels, checkpointed=lambda step: step, seen=None):
+        """`seen` `[M,S]` are the patches of images that fill a part of their tile."""
         graph, layers = nnx.split(self.layers)
         if self.features_from:  # the layers and the norm behind it are kept for the files, and not computed
             layers = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, 0, self.features_from), layers)
@@ -151,7 +179,7 @@ class Siglip(nnx.Module):
         tiles, patches, width = x.shape
         if first is not None:
             x = jnp.concatenate([jnp.broadcast_to(first[...].astype(x.dtype), (tiles, 1, width)), x], axis=1)
-        x = self.position(x)
+        x = self.position(x, seen)
         x = constrain(x if self.first_norm is None else self.first_norm(x), "rows", None, None)
-        x, _ = jax.lax.scan(checkpointed(lambda x, layer: (nnx.merge(graph, layer)(x), None)), x, layers)
+        x, _ = jax.lax.scan(checkpointed(lambda x, layer: (nnx.merge(graph, layer)(x, seen), None)), x, layers)
         return (x if self.norm is None or self.features_from else self.norm(x))[:, -patches:]

@@ -13,8 +13,9 @@ from jaxrl_llm.distributed.sharding import constrain, row_shards
 from jaxrl_llm.models.vision.any_resolution import NUMBERS, of_first_tiles, put_together, token_counts
 from jaxrl_llm.models.vision.patch_embedder import PatchEmbedder, PatchEmbedderConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRows, PatchRowsConfig, Tokens, token_grid
+from jaxrl_llm.models.vision.perceiver import PerceiverConfig, PerceiverProjector
 from jaxrl_llm.models.vision.projector import PROJECTORS
-from jaxrl_llm.models.vision.siglip import Siglip, SiglipConfig
+from jaxrl_llm.models.vision.siglip import Siglip, SiglipConfig, seen_patches
 from jaxrl_llm.models.vision.tiled import NUMBERS as TILED_NUMBERS
 from jaxrl_llm.models.vision.tiled import Tiled, TiledConfig, seen_features
 
@@ -36,6 +37,7 @@ class VisionConfig:
     blank: int = 0
     projector_ffn: int = 0  # channels of a gated projector, gates included
     projector_norm: float = 0.0  # epsilon of its norm; 0: it has none
+    perceiver: PerceiverConfig | None = None  # of the projector `perceiver`
     # Tokens whose embeddings are features too where they begin an image, are between its tiles, or end it: the last.
     marks: tuple[int, ...] = ()
     newline: str = ""  # tiles of an image are put together, as `any_resolution` says: "exact", or "interpolated"
@@ -44,6 +46,8 @@ class VisionConfig:
     def tile_tokens(self) -> int:
         """Tokens that a tile becomes."""
         assert isinstance(self.encoder, SiglipConfig)
+        if self.perceiver is not None:
+            return self.perceiver.latents
         return 1 if self.is_read_apart else (self.encoder.side // self.merge) ** 2
 
     @property
@@ -143,7 +147,12 @@ class Vision(nnx.Module):
             return constrain(values.reshape(rows, -1, values.shape[-1]), "rows", None, None)
         assert isinstance(self.encoder, Siglip)
         pixels = constrain(pixels.reshape(-1, *shape).astype(dtype), "rows", None, None, None)
-        values = self.projector(self.encoder(pixels, checkpointed))
+        if isinstance(self.projector, PerceiverProjector):
+            seen = seen_patches(pixels, encoder.patch_size)
+            features = self.encoder(jnp.where(jnp.isnan(pixels), 0, pixels), checkpointed, seen)
+            values = self.projector(features, seen)
+        else:
+            values = self.projector(self.encoder(pixels, checkpointed))
         if self.newline is not None:
             values = values.reshape(rows, -1, *values.shape[1:])
             grids = of_first_tiles(images.grids, images.count)

@@ -303,6 +303,8 @@ def test_tiles_of_another_size_and_images_for_a_text_model_are_refused(model, do
         ("smolvlm", "vision_config", "image_size", 3, "vision_config.image_size = 3 .* from patch_size = 4 on"),
         ("smolvlm", None, "scale_factor", 4, "scale_factor = 4 .* divisors of the 6 patches"),
         ("smolvlm", None, "image_token_id", 97, "image_token_id = 97"),
+        ("idefics2", "perceiver_config", "num_key_value_heads", 3, "num_key_value_heads = 3 .* divisors of 4"),
+        ("idefics2", "perceiver_config", "hidden_act", "gelu", "perceiver_config: hidden_act = 'gelu'"),
         ("gemma3", None, "text_config", None, "text_config = None .* the entries of a gemma3_text model"),
         ("gemma3", "vision_config", "vision_use_head", True, "vision_config.vision_use_head = True"),
         ("gemma3", None, "mm_tokens_per_image", 16, "mm_tokens_per_image = 16 .* divisors of the 6 patches"),
@@ -813,6 +815,7 @@ def test_adapters_are_where_peft_finds_them(oracle, folder, model, vision, tmp_p
         if (("layers" in name or "encoder.layer." in name) and not name.endswith(("shared_expert_gate", *PER_LAYER)))
         or ("blocks" in name and ".mlp." in name)
         or name.endswith("patch_dense")
+        or "modality_projection" in name
         or ("merger" in name and "merging" not in name and ("linear" in name or name.endswith(GATED)))
     }
     wanted = {name for name in wanted if vision == "lora" or "text_model" in name or "language_model" in name}
