@@ -81,7 +81,9 @@ def _timed(config, run: Run) -> list[str]:
         began = time.perf_counter()
         experience = run.source.next(merge_frozen(state, run.frozen), jax.random.fold_in(root, step))
         state, updates = improve(run, state, experience.batch)
-        jax.block_until_ready((state, updates))
+        if run.average is not None:
+            run.average.update(step, merge_frozen(state, run.frozen).params)
+        jax.block_until_ready((state, updates, None if run.average is None else run.average.params))
         took.append(time.perf_counter() - began)
     first, second = took
     total = first + second * max(config.total_steps - 1, 0)
