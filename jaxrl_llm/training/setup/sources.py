@@ -384,15 +384,14 @@ def rendezvous_of(config) -> Rendezvous:
 def mixed_source(setup: Setup, online: OnlineSource, train_dataset: Any) -> OnlineSource:
     """The source with batches of the data's rows between those of samples, where `teacher.on_policy` asks for them.
 
-    A batch of given rows has as many rows, of the same width, as one of samples.
+    A batch of given rows has as many rows as one of samples, and is no wider.
     """
     config, tokenizer = setup.config, setup.model.tokenizer
     if config.teacher.on_policy == 1:
         return online
     learner, given = online.learner, config.copy_and_resolve_references()
-    width = learner.prompt_width + config.rollout.max_completion_length
     given.algorithm.name, given.batch.prompts, given.teacher.path = "sft", batch_rows(config), None
-    given.data.max_length = width
+    given.data.max_length = learner.prompt_width + config.rollout.max_completion_length
     spec, tokens = specs.data_spec(given), None
     data = opening.open_sources(spec, tokenizer, train_dataset)
     if not spec.streaming:
@@ -401,7 +400,7 @@ def mixed_source(setup: Setup, online: OnlineSource, train_dataset: Any) -> Onli
     rows = offline_source(setup._replace(config=given), data, tokens, lambda _: batch, lambda _: learner.pack)
     assert not isinstance(learner.teacher, SelfTeacher)  # which has a context, and that is of samples alone
     cross = learner.context if isinstance(learner.context, CrossTokenizer) else None
-    rows = replace(rows, spec=replace(rows.spec, width=width), teacher=learner.teacher, cross_tokenizer=cross)
+    rows = replace(rows, teacher=learner.teacher, cross_tokenizer=cross)
     return MixedSource(**vars(online), offline=rows, on_policy=config.teacher.on_policy, seed=config.seed)
 
 
