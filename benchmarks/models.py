@@ -356,8 +356,9 @@ difference.
   limits of `time_step_limit`.
   Transformers cuts Nemotron's off below `time_step_min` in whole rows but not in decoding; here they are not cut.
 - Mamba-1, with a state for each channel, of which each number decays at a rate of its own: alone in a layer (Mamba,
-  Falcon Mamba). The tokens of a row go through the states one after another, and the backward pass has the states of
-  64 tokens at a time. Hidden states are in `model.dtype`, whatever `residual_in_fp32` says.
+  Falcon Mamba), or with feed-forwards and experts, and layers of attention without positions among them (Jamba). The
+  tokens of a row go through the states one after another, and the backward pass has the states of 64 tokens at a time.
+  Hidden states are in `model.dtype`, whatever `residual_in_fp32` says.
 - Layers that are a mixer, a feed-forward or experts alone, feed-forwards and experts without gates (Nemotron,
   nanochat and Arcee's AFM), and experts that are narrower than the model (Nemotron 3 Super). Experts without gates have
   no adapters.

@@ -68,6 +68,7 @@ from transformers import (
     InternLM3Config,
     IQuestCoderConfig,
     Jais2Config,
+    JambaConfig,
     KimiLinearConfig,
     Kolibri1Config,
     LagunaConfig,
@@ -713,6 +714,14 @@ VARIANTS = {
         **SMALL_DBRX, attn_config={"kv_n_heads": 4, "clip_qkv": 8, "rope_theta": 20000.0},
         ffn_config={"ffn_hidden_size": 24, "moe_num_experts": 3, "moe_normalize_expert_weights": None},
         rope_parameters={"rope_type": "default", "rope_theta": 20000.0},
+    ),
+    "jamba": lambda: JambaConfig(
+        **SHAPE | {"num_hidden_layers": 4}, **EXPERTS, num_experts=4, attn_layer_period=4, attn_layer_offset=2,
+        mamba_d_state=5, mamba_d_conv=3,
+    ),
+    "jamba-dense": lambda: JambaConfig(
+        **SHAPE, num_experts=1, attn_layer_period=3, attn_layer_offset=1, mamba_d_state=5, mamba_d_conv=3,
+        mamba_expand=1, mamba_dt_rank=3, mamba_proj_bias=True, mamba_conv_bias=False, tie_word_embeddings=True,
     ),
     "deepseek_v2-greedy": lambda: DeepseekV2Config(
         **SHAPE | {"num_key_value_heads": 4}, num_experts_per_tok=2, moe_intermediate_size=16, n_routed_experts=8,

@@ -165,6 +165,7 @@ REFUSED = {
     "falcon_mamba": ({"hidden_act": "relu"}, "hidden_act = 'relu' is not supported; supported: silu"),
     "mamba2": ({"num_heads": 4}, "head_dim = 8 is not supported; supported: expand . hidden_size / num_heads = 16"),
     "dbrx": ({"attn_config": {"rope_theta": 5e5}}, "attn_config: rope_theta = 500000.0 .* 10000.0, as rope_theta"),
+    "jamba": ({"attn_layer_offset": 4}, "attn_layer_offset = 4 .* integers from 0, below attn_layer_period = 4"),
     "phi": ({"tie_word_embeddings": True}, "tie_word_embeddings = True is not supported"),
     "opt": ({"activation_function": "tanh"}, "hidden_act = 'tanh' is not supported; supported: gelu, gelu_new"),
     "deepseek_v2": ({"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' is not supported; supported: greedy and"),

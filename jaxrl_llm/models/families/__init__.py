@@ -38,7 +38,7 @@ NAMES = (
     "glm_moe_dsa glm46v glm_ocr exaone4_5 video_llama_3 gemma4_unified "
     "mistral4 hy_v3 mellum cohere2_moe phimoe mimo_v2_flash laguna minicpm3 "
     "apertus1p5_text bailing_hybrid kolibri1 minimax_m3_vl_text kimi_k25 lighton_ocr lfm3_vl deepseek_vl minimax_m3_vl "
-    "ovis2 gptj gpt_neo gpt_bigcode bamba bloom mpt mamba falcon_mamba mamba2 dbrx idefics2 "
+    "ovis2 gptj gpt_neo gpt_bigcode bamba bloom mpt mamba falcon_mamba mamba2 dbrx idefics2 jamba "
 )
 MODULES = [importlib.import_module(f"{__name__}.{name}") for name in NAMES.split()]
 FAMILIES: dict[str, ModuleType] = {module.MODEL_TYPE: module for module in MODULES}
@@ -56,7 +56,6 @@ NOT_COMPUTED = {
     "zaya": "attention to convolved queries and keys",
     "hrm_text": "layers that are passed several times",
     "minimax": "lightning attention",
-    "jamba": "Mamba-1 whose steps, keys and queries have norms of their own",
     "deepseek_vl_hybrid": "a second encoder of images, SAM's",
     "granite4_vision": "images that Q-Formers of windows read",
 }

@@ -17,18 +17,24 @@ AROUND = (
     *decoder.ENDS[2:],
     *norms("layers/", "backbone.layers.{layer}.", {"input_norm": "norm"}),
 )
-KEYS = (
-    *AROUND,
-    *linear("layers/mamba/into", f"{BLOCK}.in_proj"),
-    TensorName("layers/mamba/conv", f"{BLOCK}.conv1d.weight"),
-    TensorName("layers/mamba/conv_bias", f"{BLOCK}.conv1d.bias"),
-    *linear("layers/mamba/x", f"{BLOCK}.x_proj"),
-    TensorName("layers/mamba/dt/kernel", f"{BLOCK}.dt_proj.weight", transpose=True),
-    TensorName("layers/mamba/step_bias", f"{BLOCK}.dt_proj.bias"),
-    TensorName("layers/mamba/log_rates", f"{BLOCK}.A_log"),
-    TensorName("layers/mamba/skip", f"{BLOCK}.D"),
-    *linear("layers/mamba/out", f"{BLOCK}.out_proj"),
-)
+
+
+def mixer_keys(block: str) -> tuple[TensorName, ...]:
+    """The keys of Mamba-1 whose tensors' names begin with `block`."""
+    return (
+        *linear("layers/mamba/into", f"{block}.in_proj"),
+        TensorName("layers/mamba/conv", f"{block}.conv1d.weight"),
+        TensorName("layers/mamba/conv_bias", f"{block}.conv1d.bias"),
+        *linear("layers/mamba/x", f"{block}.x_proj"),
+        TensorName("layers/mamba/dt/kernel", f"{block}.dt_proj.weight", transpose=True),
+        TensorName("layers/mamba/step_bias", f"{block}.dt_proj.bias"),
+        TensorName("layers/mamba/log_rates", f"{block}.A_log"),
+        TensorName("layers/mamba/skip", f"{block}.D"),
+        *linear("layers/mamba/out", f"{block}.out_proj"),
+    )
+
+
+KEYS = (*AROUND, *mixer_keys(BLOCK))
 NAMES = {"layer_norm_epsilon": "rms_norm_eps"}
 FIELDS = {
     "delta_key_dim": "state_size",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.distributed.sharding import constrain
-from jaxrl_llm.models.layers import Linear, over_rms
+from jaxrl_llm.models.layers import Linear, RMSNorm, over_rms
 from jaxrl_llm.models.mixers.delta_net import CHUNK, Chunk
 from jaxrl_llm.models.mixers.kimi_delta import behind, decayed
 from jaxrl_llm.models.mixers.mamba2 import Mamba2
@@ -67,6 +67,7 @@ class Mamba1(Mamba2):
     """
 
     within = staticmethod(within_segment)
+    output_name = "unadapted"  # none of `lora.TARGETS`
 
     def __init__(self, config, rngs: nnx.Rngs):
         self.config = c = config
@@ -81,7 +82,7 @@ class Mamba1(Mamba2):
         self.log_rates = nnx.Param(jnp.log(rates).astype(c.param_dtype))
         self.skip = nnx.Param(jnp.ones((channels,), c.param_dtype))
         self.norm_scale = None
-        self.out = Linear(channels, c.width, c, rngs, c.state_bias, "unadapted")
+        self.out = Linear(channels, c.width, c, rngs, c.state_bias, self.output_name)
 
     @staticmethod
     def inputs(heads: int, values: int, size: int) -> int:
@@ -105,13 +106,15 @@ class Mamba1(Mamba2):
         mixed = mixed if self.conv_bias is None else mixed + self.conv_bias[...].astype(jnp.float32)
         x = jax.nn.silu(mixed.astype(latest[0].dtype))
         rank, size = config.step_rank, config.delta_key_dim
-        steps, b, c = jnp.split(self.x(x), [rank, rank + size], axis=-1)
-        if config.state_norm_eps is not None:
-            steps, b, c = (over_rms(a, config.state_norm_eps).astype(x.dtype) for a in (steps, b, c))
+        steps, b, c = self._normed(*jnp.split(self.x(x), [rank, rank + size], axis=-1))
         dt = jax.nn.softplus(self.dt(steps).astype(jnp.float32) + self.step_bias[...].astype(jnp.float32))
         b, c, x = (a.astype(jnp.float32) for a in (b, c, x))
         g = dt[..., None] * self._rates()
         return c[..., None, :], b[..., None, :], x[..., None, :, None], g[..., None, :, :], dt[..., None, :]
+
+    def _normed(self, steps, b, c):
+        eps = self.config.state_norm_eps
+        return (steps, b, c) if eps is None else (over_rms(a, eps).astype(a.dtype) for a in (steps, b, c))
 
     def _rates(self):
         return -jnp.exp(self.log_rates[...].astype(jnp.float32))
@@ -120,3 +123,17 @@ class Mamba1(Mamba2):
         c, b, x, _, dt = heads  # decays are formed token by token: those of whole rows are d times as large as x
         out, state = scanned(c[..., 0, :], b[..., 0, :], x[..., 0, :, 0], dt[..., 0, :], self._rates(), segments)
         return out[..., None, :, None], state[:, None, :, :, None]
+
+
+class NormedMamba1(Mamba1):
+    """Mamba-1 with a norm of b, of c and of what dt is made of (Jamba). PEFT has adapters of its last map."""
+
+    output_name = "out"
+
+    def __init__(self, config, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        sizes = (config.step_rank, config.delta_key_dim, config.delta_key_dim)
+        self.dt_norm, self.b_norm, self.c_norm = (RMSNorm(size, config, rngs) for size in sizes)
+
+    def _normed(self, steps, b, c):
+        return self.dt_norm(steps), self.b_norm(b), self.c_norm(c)
