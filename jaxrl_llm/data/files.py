@@ -83,6 +83,10 @@ def _read_csv(files: list[str], split: str, streaming: bool) -> Any:
     for opened in fsspec.open_files(files, "rb", compression="infer"):
         with opened as file:
             first_line = pandas.read_csv(file, nrows=1)
+        with opened as file:
+            header = pandas.read_csv(file, nrows=1, header=None, dtype=str).iloc[0].dropna()
+        if len(twice := header[header.duplicated()]):  # pandas would rename the second one
+            raise ConfigError(f"{opened.path} has two columns named {twice.iloc[0]!r}: rename one")
         columns = [str(name) for name in first_line.columns]
         if len(columns) == 1 and any(mark in columns[0] for mark in ";\t|"):
             raise ConfigError(

@@ -315,6 +315,12 @@ def test_lines_of_a_csv_file_with_more_fields_than_names_are_refused(tmp_path, l
         load(str(tmp_path / "rows.csv"))
 
 
+def test_two_columns_of_a_csv_file_with_one_name_are_refused(tmp_path):
+    (tmp_path / "rows.csv").write_text('prompt,"a,b",prompt.1,,,prompt\n1,2,3,4,5,6\n')
+    with pytest.raises(ConfigError, match=r"rows.csv has two columns named 'prompt': rename one"):
+        load(str(tmp_path / "rows.csv"))
+
+
 def test_csv_files_that_are_read_together_have_the_same_columns(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,answer\nx,1\n")
     (tmp_path / "b.csv").write_text("answer,prompt\n02,y\n")
