@@ -174,6 +174,18 @@ def test_a_command_with_overrides(tmp_path):
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("started", ["llamafactory-cli train", "CUDA_VISIBLE_DEVICES=0 python src/train_bash.py"])
+def test_a_command_with_flags(tmp_path, started):
+    """As LLaMA Board shows it."""
+    flags = "--stage dpo --do_train True --model_name_or_path a/b --dataset pairs --finetuning_type lora --lora_rank 16"
+    more = "--pref_beta 2e-1 --lora_target q_proj,v_proj --output_dir out --plot_loss --report_to none --max_steps 7"
+    (tmp_path / "run.sh").write_text(f"{started} \\\n    {flags} \\\n    {more}\n")
+    config, text = migrate("run.sh", output="config.py")
+    assert (config.algorithm.name, config.algorithm.beta, config.total_steps) == ("preference", 0.2, 7)
+    assert (config.model.path, config.lora.rank, config.lora.targets) == ("a/b", 16, ("q_proj", "v_proj"))
+    assert config.data.sources[0]["path"] == "data/pairs.json" and "no known key" not in text
+
+
 @pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo", "orpo", "simpo"])
 def test_the_losses_of_pairs_are_those_of_llamafactory(kind):
     """compute_preference_loss of its DPO trainer, written out; ipo, orpo and simpo read means over tokens there."""

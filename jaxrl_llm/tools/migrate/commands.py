@@ -19,7 +19,7 @@ LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "trl", "axolotl", "uv")
 DEVICES = {"--nproc_per_node": "trainer.n_gpus_per_node", "--nproc-per-node": "trainer.n_gpus_per_node"}
 # What commands start, by library.
 STARTED = {
-    "llamafactory": re.compile(r"\bllamafactory-cli train\b"),
+    "llamafactory": re.compile(r"\b(llamafactory-cli|lmf) train\b|\bsrc/train(_bash)?\.py\b.* --stage\b"),
     "tunix": re.compile(r"\btunix[./]cli\b"),
     "openrlhf": re.compile(r"\bopenrlhf[./]cli\b"),
     # Scripts of others have flags besides.
@@ -85,7 +85,11 @@ def read_shell(text: str, path: str, system: str, trainer: str, companion: str) 
         files = (_found(word, path) for word in words if word.endswith(ends) and not word.startswith("--"))
         return next(filter(None, files), None)
 
-    if library == "llamafactory" and (file := beside(TREES)):
+    if library == "llamafactory":
+        file = beside(TREES)
+        if file is None:
+            flags = read_flags(words, path, trainer, launched=False)
+            return flags._replace(library=library, trainer=trainer, checks=checks)
         pairs = (word.partition("=") for word in words if re.match(r"\w+=", word))
         tree = load(file)
         tree |= {key: parsed(value) for key, _, value in pairs}
