@@ -71,6 +71,7 @@ class TrainerCallbackHooks:
         self.callback = callback
         self.calling = ""  # the last hook of the callback's own that was called
         self.in_epoch = False  # between on_epoch_begin and on_epoch_end
+        self.joins = False  # a run that goes on, whose epoch its first step tells
         self.args: Arguments | None = None
         self.control = SimpleNamespace(
             should_training_stop=False, should_epoch_stop=False, should_save=False, should_evaluate=False,
@@ -136,7 +137,7 @@ class TrainerCallbackHooks:
                 "of them ends: count state.global_step"
             )
         if not moment.config.data.streaming and self.state.epoch is None:
-            self.state.epoch = 0.0
+            self.state.epoch, self.joins = 0.0, moment.step > 0
         self._call("on_init_end", moment)
         self._call("on_train_begin", moment)
         return self._wishes(STOP)
@@ -153,6 +154,7 @@ class TrainerCallbackHooks:
     def on_step(self, moment: Moment) -> list[str]:
         """on_step_end, on_log with the metrics of the step as logs, and on_epoch_end where it ends an epoch."""
         before, self.state.epoch = self.state.epoch, moment.metrics.get("epoch", self.state.epoch)
+        before, self.joins = self.state.epoch if self.joins else before, False
         self._call("on_step_end", moment)
         self._log(moment, dict(moment.metrics))
         if self.in_epoch and int(self.state.epoch) > int(before):

@@ -97,16 +97,17 @@ def test_the_epoch_goes_on_where_a_run_does(tmp_path):
         return SimpleNamespace(step=step, metrics={"epoch": epoch}, config=default(), folder=tmp_path,
                                model=lambda: SimpleNamespace(tokenizer=None))  # fmt: skip
 
-    first, second = TrainerCallbackHooks(Epochs()), TrainerCallbackHooks(Epochs())
+    first, second, added = (TrainerCallbackHooks(Epochs()) for _ in range(3))
     first.on_begin(moment(0, 0.0))
     first.on_step_begin(moment(0, 0.0))
     first.on_step(moment(1, 1.5))
     second.set_state(first.get_state())
-    second.on_begin(moment(1, 0.0))
-    for step, epoch in ((2, 1.7), (3, 2.0), (4, 2.3)):
-        second.on_step_begin(moment(step - 1, 0.0))
-        second.on_step(moment(step, epoch))
-    assert (first.callback.ended, second.callback.ended) == (1, 1)
+    for hooks in (second, added):  # the latter was not there before, and sees no epoch end but that of step 3
+        hooks.on_begin(moment(1, 0.0))
+        for step, epoch in ((2, 1.7), (3, 2.0), (4, 2.3)):
+            hooks.on_step_begin(moment(step - 1, 0.0))
+            hooks.on_step(moment(step, epoch))
+    assert (first.callback.ended, second.callback.ended, added.callback.ended) == (1, 1, 1)
 
 
 def test_what_is_not_called_is_refused(tmp_path):
