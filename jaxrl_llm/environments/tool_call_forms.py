@@ -204,8 +204,17 @@ def _whole(text: str) -> Sequence[str]:
 
 
 def _tagged_parts(text: str) -> Sequence[str]:
-    parts = re.findall("<tool_call>(.*?)(</tool_call>|\\Z)", text, re.DOTALL)
-    return [body if end else f"<tool_call>{body}" for body, end in parts]
+    """Splits the parts within `<tool_call>`; a text in the JSON of one may have the tag that ends it."""
+    parts, position = [], 0
+    while (start := text.find("<tool_call>", position)) >= 0:
+        begin = closes = start + len("<tool_call>")
+        if (json_text := re.compile(r"\s*(?=[{\[])").match(text, begin)) is not None:
+            with contextlib.suppress(*UNREADABLE):
+                _, closes = DECODER.raw_decode(text, json_text.end())
+        end = text.find("</tool_call>", closes)
+        parts.append(text[begin:end] if end >= 0 else text[start:])
+        position = end if end >= 0 else len(text)
+    return parts
 
 
 DEEPSEEK = Form(_between("<｜tool▁calls?▁begin｜>(?!\\s*<｜tool▁call▁begin)", "<｜tool▁calls?▁end｜>"), _deepseek)

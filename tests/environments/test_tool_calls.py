@@ -468,6 +468,14 @@ def test_answers_are_no_calls(text):
     assert parse_tool_calls(text, SCHEMAS) == []
 
 
+def test_a_call_that_writes_the_end_of_a_call():
+    """In a text of its JSON, which alone has it as it is."""
+    text = {"text": 'say "</tool_call>", or <tool_call>'}
+    one, other = (f"<tool_call>\n{json.dumps({'name': 'find_all', 'arguments': x})}\n</tool_call>" for x in (text, {}))
+    assert parse_tool_calls(f"{one}\n{other}", SCHEMAS) == [ToolCall("find_all", text), ToolCall("find_all", {})]
+    assert parse_tool_calls(one.removesuffix("</tool_call>"), SCHEMAS) == [ToolCall("find_all", text)]
+
+
 def test_a_call_that_writes_the_end_of_thinking():
     """Is no thinking; a prompt may have opened one, of which the turn has the end alone."""
     call = '<tool_call>{"name": "find_all", "arguments": {"text": "a </think> b"}}</tool_call>'
