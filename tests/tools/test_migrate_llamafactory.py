@@ -210,7 +210,7 @@ def test_the_losses_of_pairs_are_those_of_llamafactory(kind):
         "orpo": 0.2 * np.log1p(np.exp(-odds)),  # beside the likelihood
         "simpo": np.log1p(np.exp(-0.2 * ((a - b) - 0.4 / 0.2))),
     }[kind]
-    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)  # ipo is the square of a small difference, in float32
     assert loss.nll_weight == {"orpo": 1.0, "simpo": 0.0}.get(kind)
     assert not loss.nll_on_prompt
 
