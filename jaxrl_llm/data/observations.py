@@ -143,8 +143,18 @@ class TurnTokenizer:
         ids = continued_ids(self.tokenizer, None, text[text.find(TURN) + len(TURN) :])
         # The policy has sampled the end of its turn itself, before which Llama 2's template writes a space.
         end = next((place for place, token in enumerate(ids) if token in self.eos), -1)
-        closes = not self.decode(ids[: max(end, 0)], skip_special_tokens=False).strip()
-        return ids[end + 1 :] if ended and closes else ids
+        if ended and end >= 0 and not self.decode(ids[:end], skip_special_tokens=False).strip():
+            return ids[end + 1 :]
+
+        def closing(text: str, content: str) -> list[int]:
+            """The first token behind the content of the last message."""
+            return continued_ids(self.tokenizer, None, text[text.rfind(content) + len(content) :])[:1]
+
+        # gpt-oss ends the last turn with <|return|>, which was sampled, and every other message with <|end|>.
+        if ended and ids and ids[:1] == closing(before, QUESTION):
+            alone = closing(self._rendered([question, turn], options, opens_turn=False), TURN)
+            return ids[1:] if alone and alone[0] in self.eos else ids
+        return ids
 
     def _after_call(self, messages: list, options: dict[str, Any]) -> list[int]:
         """The ids after a turn, for templates that take results of tools only after a message with tool calls

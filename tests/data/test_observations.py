@@ -122,6 +122,19 @@ def test_a_turn_before_whose_end_the_template_writes_a_space_ends_once():
     assert end in turns.observation_ids({"prompt": [question]}, [message], ended=False)
 
 
+def test_a_turn_whose_last_end_is_another_ends_once(tokenizer):
+    """gpt-oss': the last turn ends with the token that is sampled, and other messages with one that is not."""
+    tokenizer.chat_template = (
+        "{%- for m in messages -%}{{- '<|' + m.role + '|>' + m.content -}}"
+        "{{- '<|end|>' if loop.last and m.role == 'assistant' else '<|pad|>' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+    )
+    assert tokenizer.decode(observation_ids(tokenizer, "No.")) == "<|user|>No.<|pad|><|assistant|>"
+    # Where nothing ends other messages, what is behind the turn is the opening of the next.
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|pad|>", "")
+    assert tokenizer.decode(observation_ids(tokenizer, "No.")) == "<|user|>No.<|assistant|>"
+
+
 def test_a_template_that_drops_thinking_goes_on(tokenizer):
     tokenizer.chat_template = THINKING
     ids = observation_ids(tokenizer, "No.")
