@@ -10,6 +10,7 @@ from jaxrl_llm.rewards.signatures import RewardError, shorten
 
 OBJECT = re.compile(r'\{\s*["}]')
 NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)"
+RATED = rf"({NUMBER})(?:[\s*_]*(?:/|(?:out\s+)?of\s)[\s*_]*{NUMBER})?"  # "8/10" and "8 out of 10" are 8
 WINNER = r"(?<![A-Za-z])(A(?!\s+[Tt]ie)|B|[Tt]ie|TIE)(?![A-Za-z'])"
 
 
@@ -31,8 +32,7 @@ def read_score(text: str, pattern: str | None, field: str, scale: tuple[float, f
         value: Any = matches[-1].group(1 if matches[-1].re.groups else 0)
     else:
         objects = [tree for tree in json_objects(text) if field in tree]
-        # "8/10" and "8 out of 10" are 8.
-        plain = re.findall(rf"({NUMBER})(?:[\s*_]*(?:/|(?:out\s+)?of\s)[\s*_]*{NUMBER})?", text)
+        plain = re.findall(RATED, text)
         if not objects and not plain:
             raise ReplyError(f"the reply holds no number: {shorten(text)}")
         value = objects[-1][field] if objects else plain[-1]
@@ -96,7 +96,8 @@ def _scaled(value: Any, scale: tuple[float, float] | None, text: str) -> float:
     try:
         if isinstance(value, bool):
             raise TypeError
-        number = float(value)
+        rated = re.fullmatch(RATED, value.strip()) if isinstance(value, str) else None
+        number = float(value if rated is None else rated[1])
     except (TypeError, ValueError, OverflowError):
         raise ReplyError(f"the score {value!r} is no number: {shorten(text)}") from None
     if not math.isfinite(number):

@@ -82,6 +82,8 @@ def test_a_prompt_is_shown_as_text(prompt, text):
         ("Score: 2.5\nLength: 9", {"pattern": r"Score:\s*([\d.]+)"}, 0.25),
         ("[[6]]", {"pattern": r"\[\[(\d+)\]\]"}, 0.6),
         ('{"rating": "5"}', {"field": "rating"}, 0.5),
+        ('{"score": "8/10"}', {}, 0.8),
+        ('{"score": "8 out of 10", "length": 9}', {}, 0.8),
         ("-3.5", {"scale": None}, -3.5),
         ("3", {"scale": (1, 5)}, 0.5),
     ],
