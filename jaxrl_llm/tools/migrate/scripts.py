@@ -112,8 +112,9 @@ def _trainer(name: str) -> str:
 def _of_each(node: ast.ListComp) -> ast.expr | None:
     """Return the function of `[function(row) for row in rows]`; None for other lists."""
     made, loop = node.elt, node.generators[0]
-    alone = len(node.generators) == 1 and not loop.ifs and isinstance(made, ast.Call) and not made.keywords
-    return made.func if alone and [*map(ast.unparse, made.args)] == [ast.unparse(loop.target)] else None
+    if len(node.generators) > 1 or loop.ifs or not isinstance(made, ast.Call) or made.keywords:
+        return None
+    return made.func if [*map(ast.unparse, made.args)] == [ast.unparse(loop.target)] else None
 
 
 class Loaded(NamedTuple):
