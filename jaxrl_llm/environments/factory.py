@@ -10,7 +10,7 @@ from typing import Any
 from jaxrl_llm.config.resolve import closest, naming, resolve_with_options
 from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.environments.agents import Agents, AgentSpec
-from jaxrl_llm.environments.call_pool import CallPool, CallResult
+from jaxrl_llm.environments.call_pool import CallPool
 from jaxrl_llm.environments.episode import Episode, Row
 from jaxrl_llm.environments.games import SmallestOfEach, SortThenSmallest
 from jaxrl_llm.environments.openenv import OpenEnv
@@ -159,27 +159,24 @@ class Environments:
 
     def _make(self, names: Sequence[str | None]) -> list[Any]:
         """New environments by name; None where there are only tools."""
-        factories = [self.factories[name] for name in names]
         calls = {
-            number: partial(self._new, name, factory)
-            for number, (name, factory) in enumerate(zip(names, factories, strict=True))
-            if factory is not None
+            number: partial(self._new, name) for number, name in enumerate(names) if self.factories[name] is not None
         }
-        # In a pool of its own, as agents ask from several threads.
-        results, made = CallPool(self.spec.workers, self.spec.timeout).run(calls), list[Any]()
-        for number, (name, factory) in enumerate(zip(names, factories, strict=True)):
-            result = results.get(number, CallResult(number))
+        results = CallPool(self.spec.workers, self.spec.timeout).run(calls)  # its own: agents ask from several threads
+        for number, result in sorted(results.items()):
             if result.timed_out:
+                title = names[number] or name_of(self.factories[names[number]])
                 raise EpisodeError(
-                    f"making the environment {name or name_of(factory)!r} took more than environment.timeout = "
-                    f"{self.spec.timeout:g} s: raise it, or do what takes long once for all of them"
+                    f"making the environment {title!r} took more than environment.timeout = {self.spec.timeout:g} s: "
+                    "raise it, or do what takes long once for all of them"
                 )
             if result.error is not None:
                 raise result.error
-            made.append(result.result)
-        return made
+        return [results[number].result if number in results else None for number in range(len(names))]
 
-    def _new(self, name: str | None, factory: Factory) -> Any:
+    def _new(self, name: str | None) -> Any:
+        factory = self.factories[name]
+        assert factory is not None
         title = name or name_of(factory)
         try:
             with contained():

@@ -112,11 +112,10 @@ def json_schema(
     """1.0 where the completion is JSON that fits the schema, 0.0 where it is not; None where the schema is None.
 
     The JSON is the whole completion, or the last object in it, or a fenced block behind which there is none, such as
-    one with a list. The option `schema` is the same
-    for all rows; without it, the data set's `column` has one for each. They are given as they are or as JSON text, and
-    are those of JSON Schema, draft 2020-12, without references to other documents. JSON that is nested too deep to be
-    read fits none, nor does what takes more than 3 seconds to check, with a warning. Raises RewardError: a schema that
-    is none, unknown keywords included, which a validator would pass over.
+    one with a list. The option `schema` is the same for all rows; without it, the data set's `column` has one for each.
+    They are given as they are or as JSON text, and are those of JSON Schema, draft 2020-12, without references to other
+    documents. JSON that is nested too deep to be read fits none, nor does what takes more than 3 seconds to check, with
+    a warning. Raises RewardError: a schema that is none, unknown keywords included, which a validator would pass over.
     """
     if isinstance(schema, list):  # no schema, but the data's column of this name
         columns["schema"], schema = schema, None

@@ -2,14 +2,13 @@
 
 `load` reads the files of a model's folder. Resizing, tiling and normalising are those of transformers' processors on
 Pillow and numpy, which need no torch; the tokens are those that its classes `Idefics2Processor`, `Idefics3Processor`,
-`SmolVLMProcessor`,
-`AyaVisionProcessor`, `Cohere2VisionProcessor`, `Gemma3Processor`, `Gemma4Processor`, `InternVLProcessor`,
-`Lfm2VlProcessor`, `LlavaProcessor`, `LlavaNextProcessor`, `LlavaOnevisionProcessor`, `MllamaProcessor`,
-`PaliGemmaProcessor`, `Qwen2VLProcessor`, `Qwen2_5_VLProcessor`, `Qwen3VLProcessor`, `Glm4vProcessor`,
-`Exaone4_5_Processor`, `DeepseekVLProcessor`, `MiniMaxM3VLProcessor`, `VideoLlama3Processor`, `Kimi_K25Processor`,
-`Lfm3VlProcessor`, `LightOnOcrProcessor`, `Ovis2Processor` and `PixtralProcessor` write. Families are in files by what
-becomes of an image: `one_tile`, `own_shape`, `tiled` (in tiles that are read apart) and `joined` (in tiles that are put
-together again).
+`SmolVLMProcessor`, `AyaVisionProcessor`, `Cohere2VisionProcessor`, `Gemma3Processor`, `Gemma4Processor`,
+`InternVLProcessor`, `Lfm2VlProcessor`, `LlavaProcessor`, `LlavaNextProcessor`, `LlavaOnevisionProcessor`,
+`MllamaProcessor`, `PaliGemmaProcessor`, `Qwen2VLProcessor`, `Qwen2_5_VLProcessor`, `Qwen3VLProcessor`,
+`Glm4vProcessor`, `Exaone4_5_Processor`, `DeepseekVLProcessor`, `MiniMaxM3VLProcessor`, `VideoLlama3Processor`,
+`Kimi_K25Processor`, `Lfm3VlProcessor`, `LightOnOcrProcessor`, `Ovis2Processor` and `PixtralProcessor` write. Families
+are in files by what becomes of an image: `one_tile`, `own_shape`, `tiled` (in tiles that are read apart) and `joined`
+(in tiles that are put together again).
 """
 
 from collections.abc import Callable, Mapping
