@@ -236,7 +236,8 @@ def gated(config, gate, up):
     """The input of a feed-forward's last map: `activation(gate) * up` (arXiv 2002.05202), or without a gate
     `activation(up)`.
 
-    With a `swiglu_limit` both are clipped, and it is `gate * sigmoid(swiglu_alpha * gate) * (up + 1)` (gpt-oss).
+    With a `swiglu_limit` both are clipped, and it is `gate * sigmoid(swiglu_alpha * gate) * (up + swiglu_offset)`,
+    gpt-oss's; with an alpha of 1 and no offset that is `silu(gate) * up` of the clipped ones.
     """
     if gate is None:
         return ACTIVATIONS[config.activation](up)
@@ -244,7 +245,7 @@ def gated(config, gate, up):
         return ACTIVATIONS[config.activation](gate) * up
     gate = jnp.minimum(gate, config.swiglu_limit)
     up = jnp.clip(up, -config.swiglu_limit, config.swiglu_limit)
-    return gate * jax.nn.sigmoid(config.swiglu_alpha * gate) * (up + 1)
+    return gate * jax.nn.sigmoid(config.swiglu_alpha * gate) * (up + config.swiglu_offset)
 
 
 class XIELU(nnx.Module):

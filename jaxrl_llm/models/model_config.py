@@ -157,6 +157,7 @@ class ModelConfig:
     router_on_inputs: bool = False  # the chosen experts' inputs are weighted, not their outputs; without expert_bias
     swiglu_limit: float | None = None  # of gate and up of experts; see layers.gated
     swiglu_alpha: float = 1.702
+    swiglu_offset: float = 1.0  # added to up
     swiglu_everywhere: bool = False  # those of dense feed-forwards and shared experts too
     normalize_top_k: bool = False
     top_k_epsilon: float = 0.0  # added to the sum that the chosen weights are divided by
