@@ -2,8 +2,9 @@
 
     python -m jaxrl_llm.train --config=configs/further.py:maxrl
 
-FORMS has the settings in which each differs from grpo.py beside it, whose KL term is off. Those that correct for
-samples of an older policy are given such: batches are made ahead (`rollout.staleness`), or updated on several times.
+FORMS has the settings in which each differs from grpo.py beside it, without its KL term. Losses that correct for
+samples of an older policy get such samples here: batches are made ahead (`rollout.staleness`), or each serves several
+updates.
 """
 
 from pathlib import Path

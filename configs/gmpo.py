@@ -3,7 +3,8 @@
     python -m jaxrl_llm.train --config=configs/gmpo.py
 
 Log-ratios are clipped, on one side only, before their mean makes one number of a completion; so the range is wider
-than a token's in PPO. It acts from the second minibatch of a step on. It starts from grpo.py beside it.
+than a token's in PPO. The clip acts from the second minibatch of a step on: in the first all ratios are 1. It starts
+from grpo.py beside it.
 """
 
 from pathlib import Path

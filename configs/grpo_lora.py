@@ -5,9 +5,9 @@
 The reference policy is the model without its adapters. `runs/grpo_lora/adapter` loads with PEFT, `runs/grpo_lora/hf` is
 merged. 2 CPU cores: a few minutes. Right answers of greedy completions 74 % -> 100 %, of sampled ones 25 % -> 69 %.
 
-Sampled answers cannot become much better: with its head and last norm frozen this small model, made from contradictory
-demonstrations, gives no token a probability above 0.97, whatever its layers compute, and answers have 5 to 9 tokens.
-It starts from grpo.py beside it.
+Samples cannot become much better than that. This small model was made from contradictory demonstrations: with its head
+and last norm frozen it gives no token a probability above 0.97, whatever its layers compute, and answers have 5 to 9
+tokens. It starts from grpo.py beside it.
 """
 
 from pathlib import Path

@@ -3,7 +3,7 @@
     python -m jaxrl_llm.train --config=configs/gspo.py
 
 The ratio is that of the whole completion, to the power 1 / its length, so the clip range is far smaller than a token's.
-It acts from the second minibatch of a step on. It starts from grpo.py beside it.
+The clip acts from the second minibatch of a step on: in the first the ratio is 1. It starts from grpo.py beside it.
 
 2 CPU cores, seed 0: about 2 minutes for 250 steps. Held-out accuracy rises from 0.25 to 0.98 (greedy: 0.74 to 0.99).
 """

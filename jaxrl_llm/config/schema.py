@@ -137,7 +137,7 @@ KEYS = (
     Setting("model.mlp_tile_tokens", 0,
         "Compute the feed-forward of a layer for so many tokens of a device at a time, so that its activations exist "
         "for these alone (TiledMLP, arXiv 2506.13996): for long rows, with model.remat block or offload. 0 is all at "
-        "once, which mesh.tensor above 1, lora.dropout and experts keep.", int, minimum=0),
+        "once, as always with mesh.tensor above 1 or lora.dropout, and in experts.", int, minimum=0),
     Setting("model.scan_layers", True,
         "Compile one layer and scan it; false compiles each layer, which takes longer.", bool),
     Setting("model.attention", "auto",
@@ -237,8 +237,8 @@ KEYS = (
         "Split to train on, or parts of splits, `train[:10%]`; rows given in Python are one split, whatever its name."),
     Setting("data.eval_path", None, "Data set to evaluate on; none is data.path."),
     Setting("data.eval_split", None,
-        "Split to evaluate on; none is test, the only split of a data.eval_path without it and, where the data that is "
-        "trained on has no such split, no evaluation."),
+        "Split to evaluate on. none is test or, of a data.eval_path without that, its only split; where the training "
+        "data has no test split, nothing is evaluated."),
     Setting("data.prompt_key", "prompt", "Column that holds the prompt, whatever the format."),
     Setting("data.completion_key", "completion", "Column that holds the completion, whatever the format."),
     Setting("data.label_key", "label", "Column that holds the label of a completion, whatever the format."),
@@ -289,10 +289,11 @@ KEYS = (
     Setting("data.max_length", 1024,
         "Tokens in a row of an offline algorithm, prompt and completion together.", int, minimum=1),
     Setting("data.loss_on", "completion",
-        "Tokens in the loss of supervised fine-tuning: the completion (in conversations every turn of the assistant), "
-        "the last turn of the assistant only, these as_shown by the template in the whole conversation even where the "
-        "model would be asked otherwise, or all, the prompt included. A turn of weight 0 is never learned. Of a "
-        "process reward model every step of the completion, or in training the last_step alone.",
+        "Tokens in the loss of supervised fine-tuning: the completion (in conversations every turn of the assistant); "
+        "the last_turn of the assistant alone; every turn as_shown by the chat template in the whole conversation, "
+        "even if the prompt of a later turn would show it otherwise; or all, the prompt included. A turn of weight 0 "
+        "is never learned. Of a process reward model every step of the completion or, in training, the last_step "
+        "alone.",
         choices=("completion", "last_turn", "as_shown", "all", "last_step")),
     Setting("data.step_separator", None,
         "Text that process_reward_model puts after each step, at whose last token the step is rated; none is a line "
@@ -403,12 +404,12 @@ KEYS = (
         "prompts are complete; rounds follow until batch.prompts are. 0 is a quarter of "
         "rollout.max_completion_length.", int, minimum=0),
     Setting("rollout.update_in_flight", False,
-        "A batch under way takes each new policy at the border of a chunk of decode steps (rollout.chunk); rows "
-        "continue with the keys and values that they have. Needs rollout.staleness. arrivals.jsonl records which came "
-        "when. See docs/asynchronous.md.", bool),
+        "Give each new policy to the batch that is being sampled, between two chunks of decode steps (rollout.chunk); "
+        "its rows continue with the keys and values that they have. Needs rollout.staleness. arrivals.jsonl records "
+        "when each policy came. See docs/asynchronous.md.", bool),
     Setting("rollout.max_wait", None,
         "With rollout.partial_prompts, seconds of sampling after which a step takes the first batch.prompts complete "
-        "prompts, at the border of a chunk; 0 is as soon as there are so many. none samples whole rounds of "
+        "prompts, between two chunks of decode steps; 0 is as soon as there are so many. none samples whole rounds of "
         "rollout.partial_tokens. See docs/asynchronous.md.", float, minimum=0, maximum=LONGEST_SECONDS),
     Setting("rollout.arrivals", None,
         "Record of another run, its arrivals.jsonl, that this run follows: with the same settings it gives the same "
@@ -518,8 +519,8 @@ KEYS = (
         "over the vocabulary; it keeps the reference's hidden states, a vector per token.",
         choices=("auto", "k3", "k1", "abs", "k2", "full")),
     Setting("algorithm.kl_in_reward", False,
-        "Subtract beta x KL from the rewards (of each token, or summed from the score) instead of adding it to the "
-        "loss.", bool),
+        "Subtract beta x KL from the rewards instead of adding it to the loss: token by token in ppo and "
+        "reinforce_plus_plus, elsewhere its sum over a row from the row's score.", bool),
     Setting("algorithm.reward_beta", 0.0,
         "Weight of a KL penalty in the rewards, in addition to the term in the loss, whose weight is beta; 0 is off. "
         "An adaptive controller moves it and not beta.", float, minimum=0),
@@ -594,7 +595,8 @@ KEYS = (
         "eval.correct_at; 0 is off.", float, minimum=0),
     Setting("algorithm.entropy_controller", "fixed",
         "Keep entropy_coef (fixed), or raise it while the entropy is at or below entropy_target and lower it otherwise "
-        "(adaptive), when it applies only at or below the target.", choices=("fixed", "adaptive")),
+        "(adaptive). An adaptive one is in the loss only while the entropy is at or below the target.",
+        choices=("fixed", "adaptive")),
     Setting("algorithm.entropy_target", 0.2, "Entropy per token that the adaptive controller keeps.", float, minimum=0),
     Setting("algorithm.entropy_delta", 0.005, "Change of an adaptive entropy_coef in a step.", float, minimum=0),
     Setting("algorithm.entropy_coef_min", 0.0, "Smallest adaptive entropy_coef.", float, minimum=0),
@@ -1031,15 +1033,14 @@ KEYS = (
     Setting("logging.project", "jaxrl_llm", "Project (experiment) of the run in wandb, mlflow, swanlab and trackio."),
     Setting("logging.run_name", None, "Name of the run there; none is the name of the folder output_dir."),
     Setting("logging.table_rows", 64,
-        "Completions in a table of these trackers, evenly spaced: of training at the steps of "
-        "logging.completions_every, of each evaluation.",
+        "Completions in a table of such a tracker, evenly spaced over the prompts of the step or the evaluation.",
         int, minimum=1),
     Setting("logging.names", "trl", "Naming scheme of the metrics in metrics.jsonl.", choices=("trl", "verl")),
     Setting("logging.completions_every", 50,
-        "Steps between samples of completions, on the console and (of training) in trackers, with one at the last "
-        "step; trackers get those of each evaluation. 0 shows none; output_dir/completions has them all.",
+        "Steps between samples of completions, on the console and in trackers, with one at the last step; trackers "
+        "also get those of each evaluation. 0 shows none; output_dir/completions has them all.",
         int, minimum=0),
-    Setting("logging.completions_shown", 3, "Completions in each sample.", int, minimum=1),
+    Setting("logging.completions_shown", 3, "Completions in each sample on the console.", int, minimum=1),
     Setting("logging.peak_tflops", None,
         "Peak of a device in TFLOP/s, of which the metric mfu is a share; none is its data sheet's number for dense "
         "bfloat16, if it is known.", float, above=0),

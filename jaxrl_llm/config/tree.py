@@ -291,7 +291,8 @@ def reference() -> str:
         "# Configuration\n\n"
         "Every key, its default and what it takes. A config file (see `configs/`) starts from "
         "`jaxrl_llm.config.default()` and changes some; the command line changes more: "
-        "`--config.rollout.temperature=0.8`. This page is written by `python -m jaxrl_llm.config`.\n"
+        "`--config.rollout.temperature=0.8`. Values are shown as a command line takes them: a list with commas, "
+        "nothing for an empty one, `none` for None. This page is written by `python -m jaxrl_llm.config`.\n"
     ]
     for section, meaning in SECTIONS.items():
         page.append(f"\n## {section or 'Top level'}\n\n{meaning}\n\n")
