@@ -3,8 +3,8 @@
     python -m jaxrl_llm.train --config=configs/kto.py
 
 Each row's prompt is also scored with the completion of another row of the batch, for the KL that rows are compared
-with. 2 CPU cores: about a minute. Held-out rows on the right side of it: 98 %;
-right answers of sampled completions 26 % -> 51 %, of greedy ones 76 % -> 96 %.
+with. 2 CPU cores: about a minute. Held-out rows on the right side of it: 98 %; right answers of sampled
+completions 26 % -> 51 %, of greedy ones 76 % -> 96 %.
 """
 
 from jaxrl_llm.config import check_form, default

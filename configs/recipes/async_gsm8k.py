@@ -2,10 +2,10 @@
 
     python -m jaxrl_llm.train --config=recipes/async_gsm8k:qwen3-8b,full
 
-With `qwen3-8b,full` half of eight devices trains and the other half samples; otherwise one device does both, and what
-overlaps is grading. Batches are one update old, and policies come to them while they are sampled
-(docs/asynchronous.md). The ratios of tokens to the policies that sampled them are cut at 2. Everything else is that of
-grpo_gsm8k.py beside it.
+With `qwen3-8b,full` half of eight devices trains and the other half samples; otherwise one device does both, and only
+grading overlaps with training. Batches are sampled by the policy of one update before, and get each new policy while
+they are sampled (docs/asynchronous.md). The ratio of a token to the policy that sampled it is cut at 2. Everything else
+is as in grpo_gsm8k.py beside it.
 
 data: `openai/gsm8k` of the hub; nothing to prepare.
 
@@ -13,7 +13,7 @@ data: `openai/gsm8k` of the hub; nothing to prepare.
 |---|---|---|---|---|
 | qwen3-0.6b | 1 | 21 to 36 | planned | none |
 | qwen3-1.7b | 1 | 36 to 52 | planned | none |
-| qwen3-8b,full | 8 | 25 to 49 | planned | 2.3 to 2.7 times the steps of turns, other data (verl, fully asynchronous) |
+| qwen3-8b,full | 8 | 25 to 49 | planned | 2.3 to 2.7 times the speed of turns, on other data (verl, fully asynchronous) |
 """
 
 from pathlib import Path
