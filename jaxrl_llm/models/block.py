@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from flax import nnx
 
 from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.altup import AltUp, Laurel
+from jaxrl_llm.models.hyper_connections import HyperConnection
 from jaxrl_llm.models.layers import FeedForward, RMSNorm
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer, NoMixer, Passing
 from jaxrl_llm.models.model_config import ModelConfig
@@ -53,6 +55,9 @@ class Block(nnx.Module):
         self.out_scale = nnx.Param(jnp.ones((1,), config.param_dtype)) if config.layer_scale else None
         self.altup = AltUp(config, rngs) if config.altup_streams else None
         self.laurel = Laurel(config, rngs) if config.laurel_rank else None
+        streams = bool(config.hyper_streams)
+        self.mixer_streams = HyperConnection(config, rngs) if streams and mixes else None
+        self.mlp_streams = HyperConnection(config, rngs) if streams and not layer.bare else None
 
     @property
     def mixer(self) -> Mixer:
@@ -65,47 +70,52 @@ class Block(nnx.Module):
         `counted` `[N,T]` is how often a token counts in the routing, `replayed` `[N,T,k]` the experts that tokens go
         to, or None.
         """
-        mixed, cache = self.mixer.prefill(normed(self.input_norm, x), inputs, arrays)
+        read, added = connected(self.mixer_streams, x)
+        mixed, cache = self.mixer.prefill(normed(self.input_norm, read), inputs, arrays)
         _, passed, gate = Passing.of(cache, cache)
-        x, _, routing = self._feed_forward(x, mixed, gate, counted, replayed)
+        x, _, routing = self._feed_forward(read, added, mixed, gate, counted, replayed)
         return x, routing, passed
 
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, tuple[Any, jax.Array | None], Any]:
         """Hidden states after the layer, the mixer's cache and the experts `[N,T,k]` of each token, and what layers
         that share this one's get of it."""
-        mixed, cache = self.mixer.prefill(normed(self.input_norm, x), inputs, arrays)
+        read, added = connected(self.mixer_streams, x)
+        mixed, cache = self.mixer.prefill(normed(self.input_norm, read), inputs, arrays)
         own, passed, gate = Passing.of(cache, cache)
-        x, experts, _ = self._feed_forward(x, mixed, gate)
+        x, experts, _ = self._feed_forward(read, added, mixed, gate)
         return x, (own, experts), passed
 
     def decode(
         self, x, inputs: DecodeInputs, prompt, cache, arrays
     ) -> tuple[jax.Array, tuple[Any, jax.Array | None], Any]:
         """As `prefill`, of the next tokens x of rows, whose mixer's cache is `cache` and comes back with them in it."""
-        mixed, cache = self.mixer.decode(normed(self.input_norm, x), inputs, prompt, cache, arrays)
+        read, added = connected(self.mixer_streams, x)
+        mixed, cache = self.mixer.decode(normed(self.input_norm, read), inputs, prompt, cache, arrays)
         own, passed, gate = Passing.of(cache, (prompt, cache))
-        x, experts, _ = self._feed_forward(x, mixed, gate)
+        x, experts, _ = self._feed_forward(read, added, mixed, gate)
         return x, (own, experts), passed
 
     def _feed_forward(
-        self, x, mixed, gate=None, counted=None, replayed=None
+        self, before, added, mixed, gate=None, counted=None, replayed=None
     ) -> tuple[jax.Array, jax.Array | None, Routing | None]:
+        """What the layer makes of what its mixer has read and made, which the function `added` adds."""
         if gate is not None and not gate.size:
-            return x, None, None
-        before, x = x, self._added(x, mixed, self.attention_out_norm)
+            return before, None, None
+        x = self._summed(added, mixed, self.attention_out_norm)
         if self.laurel is not None:
             x = (x + self.laurel(normed(self.input_norm, before))) * 2**-0.5
         if self.mlp is None:
             return x, None, None
+        read, added = connected(self.mlp_streams, x)
         # The norm that the mixer has computed is not computed again by XLA.
         norm = self.post_attention_norm or (self.input_norm if self.side_by_side else None)
-        out, experts, routing = normed(norm, before if self.side_by_side else x), None, None
+        out, experts, routing = normed(norm, before if self.side_by_side else read), None, None
         if isinstance(self.mlp, MixtureOfExperts):
             out, experts, routing = self.mlp(out, counted, replayed)
         else:
             out = tiled_mlp(self.mlp, out, self.mlp_tile_tokens)
         out = out if gate is None else out * gate.astype(out.dtype)
-        return self._added(x, out, self.mlp_out_norm), experts, routing
+        return self._summed(added, out, self.mlp_out_norm), experts, routing
 
     def finished(self, x, own, streams=None):
         """Hidden states after the layer, with what its numbers `[N,T,P]` of the tokens, or None, add to them; all
@@ -117,13 +127,19 @@ class Block(nnx.Module):
         x = x if self.out_scale is None else x * jax.lax.stop_gradient(self.out_scale[...]).astype(x.dtype)
         return x
 
-    def _added(self, x, out, norm: RMSNorm | None):
-        """x and what mixer or feed-forward give, normed alone or together."""
+    def _summed(self, added, out, norm: RMSNorm | None):
+        """The hidden states with what mixer or feed-forward give `added`, normed alone or together."""
         out = out if self.norms_sums else normed(norm, out)
-        x = x + (out if self.residual_scale == 1.0 else out * self.residual_scale)
-        return constrain(normed(norm, x) if self.norms_sums else x, "rows", "positions", None)
+        x = added(out if self.residual_scale == 1.0 else out * self.residual_scale)
+        x = normed(norm, x) if self.norms_sums else x
+        return constrain(x, "rows", "positions", *(None,) * (x.ndim - 2))
 
 
 def normed(norm: RMSNorm | None, x):
     """x `[...,D]` after the norm, where there is one."""
     return x if norm is None else norm(x)
+
+
+def connected(streams: HyperConnection | None, x) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """What mixer or feed-forward read of the hidden states x, and the function that adds their outputs to these."""
+    return (x, functools.partial(jnp.add, x)) if streams is None else streams(x)

@@ -123,6 +123,11 @@ class ModelConfig:
     per_layer_width: int = 0  # numbers per token of which each layer adds a map, see per_layer.py; 0: none
     per_layer_vocab: int = 0
     altup_streams: int = 0  # of hidden states, see altup.py; 0: one, as they are
+    hyper_streams: int = 0  # of hidden states, as the next four, see hyper_connections.py; 0: one, as they are
+    hyper_sinkhorn: int = 0  # steps that make the matrix which mixes them doubly stochastic; 0: they are not mixed
+    hyper_scale: float = 2.0  # of what a stream takes of outputs, at most
+    hyper_eps: float = 1e-6
+    hyper_head: str = "sum"  # the last hidden states are a weighted sum of the streams, or their "mean"
     laurel_rank: int = 0  # of a map whose outputs are a residual beside attention, see altup.Laurel; 0: none
     delta_key_heads: int = 0  # of gated delta nets and Mamba (groups), as the next four; see delta_net.GatedDeltaNet
     delta_value_heads: int = 0

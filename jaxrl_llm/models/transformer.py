@@ -16,6 +16,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain, context_shards
 from jaxrl_llm.models.altup import Streams
 from jaxrl_llm.models.block import Block, normed
+from jaxrl_llm.models.hyper_connections import HyperStreams
 from jaxrl_llm.models.kernels.fused_attention import BY_SEGMENTS, implementation, is_in_chunks
 from jaxrl_llm.models.kernels.grouped_matmul import RESULT
 from jaxrl_llm.models.layers import Embed, Linear, PositionEmbed, RMSNorm, over_rms, soft_cap, stacked
@@ -75,7 +76,8 @@ class Transformer(nnx.Module):
         self.positions = PositionEmbed(config, rngs) if config.learned_positions else None
         self.project_in = Linear(small, config.width, config, rngs) if small else None
         self.per_layer = PerLayerEmbed(config, rngs) if config.per_layer_width else None
-        self.streams = Streams(config, rngs) if config.altup_streams else None
+        streams = Streams if config.altup_streams else HyperStreams if config.hyper_streams else None
+        self.streams = None if streams is None else streams(config, rngs)
         if config.scan_layers:
             for name, layers in config.stacks.items():
                 block = functools.partial(Block, config, config.layer_configs[layers[0]])

@@ -192,7 +192,8 @@ def tokens_in(room: float, net: ModelConfig, gradients: bool) -> int:
     routed = net.experts_per_token * (net.expert_width or net.width)  # a token's copies, and what experts make of them
     products += routed
     layer = LAYER_RESULTS * size * (products + 2 * net.width + routed)
-    kept = {"none": layer, "dots": size * (products + net.width), "block": size * net.width, "offload": 0}[net.remat]
+    between = size * net.width * max(net.altup_streams, net.hyper_streams, 1)  # hidden states that layers pass on
+    kept = {"none": layer, "dots": size * products + between, "block": between, "offload": 0}[net.remat]
     token = 2 * layer + net.layers * kept if gradients else layer
     return 2 ** int(math.log2(max(ROOM_SHARE * room / token, 1)))
 
