@@ -189,11 +189,12 @@ class Batch:
         return dataclasses.replace(self, **changes)
 
     def prepare(self, **changes) -> "Batch":
-        """A copy with these fields of `prepared` changed."""
+        """A copy with these fields of `prepared`, the objective's own numbers, changed."""
         return self.replace(prepared=dataclasses.replace(self.prepared, **changes))
 
     def with_layout(self, layout: PackedLayout | None, observe_layout: PackedLayout | None = None) -> "Batch":
-        """A copy whose rows the network finds by these layouts."""
+        """A copy whose rows the network finds by `layout`, and those that the objective's `observe` reads, where they
+        are others, by `observe_layout`."""
         return self.replace(inputs=self.inputs.replace(layout=layout), observe_layout=observe_layout)
 
     def rows_alone(self) -> tuple["Batch", Callable[["Batch"], "Batch"]]:

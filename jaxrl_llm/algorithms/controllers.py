@@ -104,7 +104,8 @@ class Controllers:
         return kl | ({} if self.entropy is None else {"entropy_coef": float(self.entropy.applied)})
 
     def get_state(self) -> dict[str, float]:
-        """The state, as a checkpoint holds it."""
+        """The coefficients, and the entropy that was measured last, as numbers that a checkpoint holds; see
+        `with_state`."""
         entropy = {} if self.entropy is None else {"entropy_coef": self.entropy.coef, "entropy_last": self.entropy.last}
         return {name: float(value) for name, value in {"kl_coef": self.kl.coef, **entropy}.items()}
 

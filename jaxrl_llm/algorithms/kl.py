@@ -61,7 +61,7 @@ def full_kl(log_probs, ref_log_probs) -> Array:
 
 @dataclass(frozen=True)
 class FixedKL:
-    """A KL coefficient that does not move."""
+    """A KL coefficient that stays what it is, with the interface of `AdaptiveKL`."""
 
     coef: float | Array
 

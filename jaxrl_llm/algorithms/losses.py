@@ -126,7 +126,7 @@ def bounded_log_ratio(log_ratio: Array) -> Array:
 
 
 def bounded_ratio(log_ratio: Array) -> Array:
-    """Returns the ratio, of a `bounded_log_ratio`."""
+    """Returns the ratio exp(log_ratio), with the log-ratio within the bounds of `bounded_log_ratio`."""
     return jnp.exp(bounded_log_ratio(log_ratio))
 
 

@@ -193,7 +193,8 @@ def _compared(name: str, start: Any, own: Made, other: Made, reason: str = "") -
 
 
 def lines(report: Report) -> list[str]:
-    """The report as a table in text."""
+    """The report as lines of text: how far the sampler's log-probs are from the trainer's, and a table with a row for
+    each way to compute the step."""
     text = []
     if report.logp_difference_max is not None:
         text = [

@@ -3,8 +3,8 @@
 Of a configuration: its settings (schema), their tree (tree), entries with a form of their own (entries), contradictions
 (checks), presets (corrections), settings without effect (unread), names (resolve), the command line (flags) and the
 imports before it (starting). Rewards, environments and data import nothing of each other, so that what they share
-stands here too: threads (background), HTTP (http_client), calls of users' functions (user_code), texts without secrets
-(secrets), the version.
+stands here too: threads (background), HTTP (http_client), files that are whole or not there (files), calls of users'
+functions (user_code), texts without secrets (secrets), the version.
 """
 
 from jaxrl_llm.config.checks.values import batch_rows as batch_rows

@@ -21,7 +21,7 @@ _left: weakref.WeakSet[concurrent.futures.Future] = weakref.WeakSet()
 
 
 class TimeUpError(Exception):
-    """The time limit passed."""
+    """The result of a function was not there within its time limit; the function may go on running."""
 
 
 def in_thread(function: Callable[[], Any], name: str) -> concurrent.futures.Future:
@@ -40,12 +40,12 @@ def in_thread(function: Callable[[], Any], name: str) -> concurrent.futures.Futu
 
 
 def leave_behind(futures: Iterable[concurrent.futures.Future]) -> None:
-    """Remember functions that nobody waits for any more."""
+    """Remember functions that nobody waits for any more, for `is_left_behind`: no thread can be ended from outside."""
     _left.update(futures)
 
 
 def is_left_behind() -> bool:
-    """True while an abandoned function runs."""
+    """True while a function that `leave_behind` was told of still runs."""
     return not all(future.done() for future in _left)
 
 
@@ -96,7 +96,7 @@ class EventLoop:
         self._lock = threading.Lock()
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future:
-        """The future of a coroutine that starts now."""
+        """Start a coroutine on the loop, whose thread starts with the first one, and return its future."""
         with self._lock:  # several threads may start the first coroutine at once
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()

@@ -72,7 +72,8 @@ def _end_process(status: int) -> NoReturn:
 
 
 async def contained_await(result: Awaitable[Any]) -> Any:
-    """The result of an awaitable, `contained`."""
+    """The result of an awaitable of the user's; what it raises beside ordinary errors becomes LeftError, see
+    `contained`."""
     with contained():
         return await result
 

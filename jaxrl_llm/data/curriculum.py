@@ -12,7 +12,8 @@ from jaxrl_llm.data.pipeline import Pipeline, WithoutArrays, local_slice
 
 @dataclass(frozen=True)
 class CurriculumSpec:
-    """The settings `data.curriculum_*`."""
+    """The settings `data.curriculum_*`: when a prompt is retired as too easy or too hard, and how often it is tried
+    again."""
 
     easy: float | None  # success rate from which on a prompt is retired
     hard: float | None  # and up to which

@@ -300,7 +300,8 @@ def _has_card(file: Path) -> bool:
 
 
 def read_remote(path: str, split: str, name: str | None, streaming: bool, ds_type: str | None) -> Any:
-    """The rows at a URL that fsspec understands."""
+    """The rows of a file, a pattern of files or a folder at a URL that fsspec understands; raises ConfigError where
+    there is neither."""
     if "*" in path or ds_type or reader_of(path):
         return read_files([path], split, streaming, ds_type)
     fs, inner = reading(path, lambda: fsspec.url_to_fs(path))

@@ -73,7 +73,8 @@ class ImageText:
 
     @classmethod
     def of(cls, tiles: Tiles, tokenizer: Any) -> "ImageText":
-        """The ImageText of all these images."""
+        """The ImageText of all images of `tiles`: the text that each becomes in a prompt, and how many image tokens
+        they are."""
         texts = tuple(tiles.processor.expand(*image.size) for image in tiles.images)
         tokens = sum(chat_ids(tokenizer, text).count(tiles.processor.image_id) for text in texts)
         return cls(tiles, texts, tokens)

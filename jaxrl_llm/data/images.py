@@ -85,7 +85,7 @@ def thumbnail(image: "Image") -> str:
 
 
 def data_url(image: "Image", **options: Any) -> str:
-    """The image as a data: URL of a PNG."""
+    """The image as the data: URL of a PNG; `options` are those of PIL's `Image.save`."""
     file = io.BytesIO()
     image.save(file, "PNG", **options)
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -59,12 +59,12 @@ class LimitedTokenizer:
 
     @property
     def kind(self) -> str:
-        """What the rows are of."""
+        """The kind of the rows: prompts, completions, pairs, ..., as of the tokenizer within."""
         return self.row_tokenizer.kind
 
     @property
     def fate(self) -> str:
-        """What becomes of rows over the limit, in a word."""
+        """What becomes of rows over the limit, in the word for reports: dropped, split or truncated."""
         return {"filter": "dropped", SPLIT: "split"}.get(self.overlong, "truncated")
 
     def __call__(self, example: Mapping[str, Any]) -> Row | None:

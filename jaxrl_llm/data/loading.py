@@ -238,7 +238,7 @@ def first_rows(opened: Sequence[DataSource], count: int) -> list[DataSource]:
 
 
 def as_prompts(opened: Sequence[DataSource]) -> list[DataSource]:
-    """The sources with their rows as prompts."""
+    """The sources with the form in which their rows serve as prompts, whatever the algorithm learns from them."""
     return [source._replace(form=source.prompt_form or source.form) for source in opened]
 
 

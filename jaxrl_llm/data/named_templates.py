@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class ChatTemplate(NamedTuple):
-    """A template in Jinja, and the token that ends a turn."""
+    """The text of a chat template in Jinja, and the token that ends a turn in it."""
 
     text: str
     end: str

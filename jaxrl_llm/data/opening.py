@@ -89,7 +89,7 @@ class DataSpec:
 
 
 class DataSource(NamedTuple):
-    """One opened source."""
+    """The rows of one of the data's sources, opened, and how they are read, named and weighted."""
 
     name: str  # in errors; empty for data given in Python
     rows: "sources.Rows | list[Row]"

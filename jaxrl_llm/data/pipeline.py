@@ -130,7 +130,7 @@ class Pipeline(WithoutArrays):
 
 
 class StreamSource(NamedTuple):
-    """A source of a `Stream`."""
+    """One of the sources that a `Stream` mixes."""
 
     name: str  # in errors
     rows: "datasets.IterableDataset"
@@ -315,7 +315,8 @@ class _Reader:
 
 
 def local_slice(batch_size: int, process_index: int, process_count: int) -> slice:
-    """The rows of a global batch that are this process's."""
+    """The rows of a global batch that are this process's share; raises ConfigError where processes cannot share them
+    evenly."""
     if batch_size < 1 or batch_size % process_count:
         raise ConfigError(
             f"a batch of {batch_size} prompts cannot be shared by {process_count} processes (or groups of those that "

@@ -142,5 +142,5 @@ def shared(*sequences: Any) -> Any:
 
 
 def shared_end(*texts: str) -> str:
-    """What the texts all end with."""
+    """The longest text that all of these end with."""
     return shared(*(text[::-1] for text in texts))[::-1]

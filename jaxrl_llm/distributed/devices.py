@@ -32,7 +32,8 @@ class Device(NamedTuple):
     gpu: "Gpu | None" = None  # its description for the GPU compiler
 
     def rate(self, count: int) -> float:
-        """Bytes a second out of one of `count` devices."""
+        """Bytes a second that one of `count` devices can send: where they are more than a node has, no more than the
+        network takes."""
         return min(self.interconnect, self.network) if self.node and count > self.node else self.interconnect
 
     def host(self, count: int) -> int:
@@ -92,7 +93,7 @@ OTHER_FLOPS = {
 
 
 def cpu() -> Device:
-    """This machine: its memory, no rates."""
+    """This machine as a device: its memory, and rates of 0, which are unknown."""
     return Device("cpu", float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), 0.0, 0.0, 0.0)
 
 

@@ -82,7 +82,7 @@ class Group:
     listener: threading.Thread | None = None
 
     def name(self, index: int) -> str:
-        """The name of a process in messages."""
+        """The name of a process in messages: its index, and its host in brackets."""
         return f"process {index} ({self.hosts[index]})"
 
 

@@ -27,7 +27,7 @@ class ProcessSpec:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of the coordinator."""
+        """The host and the port of the coordinator; an IPv6 address without its brackets."""
         host, _, port = self.coordinator.rpartition(":")
         return host.strip("[]"), int(port)
 

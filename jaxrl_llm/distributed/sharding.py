@@ -396,7 +396,7 @@ def row_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def row_shards(mesh: Mesh) -> int:
-    """The number of shards of the rows."""
+    """The number of shards into which a mesh divides rows, by its axes `ROWS`; a batch is a multiple of it."""
     return int(np.prod([mesh.shape[axis] for axis in ROWS]))
 
 
@@ -433,7 +433,7 @@ def local_rows(tree):
 
 
 def gathered(x: jax.Array) -> np.ndarray:
-    """The whole array, on every process."""
+    """The whole array as NumPy's, on every process; all must call it where it is sharded over several."""
     return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
 
 

@@ -26,15 +26,16 @@ class EpisodeTokenizer(Protocol):
         ...
 
     def prompt_ids(self, row: Row, prompt: Any, tools: list[Any]) -> list[int]:
-        """The ids of an opened prompt, which shows tools."""
+        """The token ids of the prompt with which a row's episode opens, which shows the schemas of its tools."""
         ...
 
     def observation_ids(self, row: Row, observation: Any, tools: list[Any]) -> list[int]:
-        """The ids that follow a turn."""
+        """The token ids between a sampled turn and the next one: what ends the turn, the observation, and what opens
+        the next."""
         ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of ids."""
+        """The text of token ids, with or without the special ones."""
         ...
 
 

@@ -150,7 +150,8 @@ def server(
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """The options of `server`."""
+    """The options of `server`: the address, the model and the time limits of a server that samples, and how it gets
+    weights."""
 
     url: str
     model: str

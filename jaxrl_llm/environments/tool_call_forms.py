@@ -87,7 +87,7 @@ def _invocations(body: str, parameters: Parameters) -> list[ToolCall]:
 
 
 def messages_of(text: str) -> list[str]:
-    """The messages of Harmony, each with its header."""
+    """The messages of a text in the Harmony format, each with its header, without the tokens between them."""
     return re.split(r"<\|(?:start|end|call|return)\|>", text)
 
 
@@ -245,7 +245,8 @@ MARKS = {
 
 
 def shorten(value: Any, limit: int = 200) -> str:
-    """The beginning of a text, or of a value in JSON."""
+    """The beginning of a text, or of the JSON of another value, with dots in place of what is beyond `limit`
+    characters."""
     text = value if isinstance(value, str) else json.dumps(value, default=repr)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 

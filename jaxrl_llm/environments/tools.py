@@ -39,7 +39,7 @@ def tool_schemas(tools: Iterable[Tool]) -> list[dict[str, Any]]:
 
 
 def name_of(tool: Any) -> str:
-    """The name a tool is called by."""
+    """The name by which a model calls the tool: that of the function, or of the class of an object."""
     return getattr(tool, "__name__", type(tool).__name__)
 
 

@@ -94,7 +94,7 @@ class Verifiers:
         return Step(self.messages[before:])
 
     async def get_reward(self) -> float:
-        """The rubric's score of the episode."""
+        """The score that the environment's rubric gives to the whole episode."""
         await self.environment.render_completion(self.state)
         await self.environment.rubric.score_rollout(self.state, score_sem=contextlib.nullcontext())
         return float(self.state["reward"])

@@ -28,7 +28,7 @@ MATRICES = ("kernel", "lora_a", "lora_b", "start_a", "start_b")
 
 
 class RowFlops(NamedTuple):
-    """Model FLOPs of each row."""
+    """Model FLOPs of each row: of its forward pass, and of the backward pass to what is trained."""
 
     forward: jax.Array  # [N]
     backward: jax.Array  # [N]

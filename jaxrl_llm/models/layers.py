@@ -134,7 +134,7 @@ def stacked(make: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs) -> Any:
 
 
 class Embed(nnx.Module):
-    """Token embeddings `[V,D]`."""
+    """Embeddings `[N,T,D]`, in the given dtype, of tokens `[N,T]`: rows of a table `[V,D]`."""
 
     def __init__(self, config, rngs: nnx.Rngs):
         shape = (config.vocab_size + config.unpredicted, config.outer_width)

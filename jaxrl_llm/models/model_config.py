@@ -257,7 +257,8 @@ class ModelConfig:
 
     @functools.cached_property
     def layer_configs(self) -> tuple[LayerConfig, ...]:
-        """The kind of each layer."""
+        """What is a layer's own, of each layer: its mixer, window, rotary positions and whatever else differs between
+        layers."""
         first = self.layers - self.shared_layers
 
         def kind(layer: int) -> LayerConfig:
@@ -288,7 +289,7 @@ class ModelConfig:
         return tuple(kind(layer) for layer in range(self.layers))
 
     def of(self, layer: LayerConfig) -> "ModelConfig":
-        """The configuration as that layer has it."""
+        """This configuration with the fields that the layer has of its own, `LayerConfig.fields`."""
         return dataclasses.replace(self, **dict(layer.fields)) if layer.fields else self
 
     @functools.cached_property

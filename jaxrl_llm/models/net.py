@@ -70,12 +70,12 @@ class Net:
         return tuple(mixer.prompt_cache(prompt, row, end, size) for (mixer, prompt), row in pairs)
 
     def with_mixers(self, caches) -> list[tuple[type[Mixer], Any]]:
-        """The caches of runs of layers, each behind its mixer."""
+        """The caches of runs of layers, each as a pair with the mixer that made it and reads it."""
         kinds = [self.config.layer_configs[run.layers[0]] for run in self.config.layer_runs]
         return [(kind.mixer, cache) for kind, cache in zip(kinds, caches, strict=True)]
 
     def shapes(self) -> Params:
-        """The parameters as ShapeDtypeStructs."""
+        """The parameters as `jax.ShapeDtypeStruct`s: layers stacked, without keys of dropout."""
         _, shapes = nnx.split(_abstract(self.without_dropout.scanned().config))
         return with_saved(nnx.to_pure_dict(shapes), self.config.lora)
 
@@ -95,7 +95,7 @@ class Net:
 
     @functools.cached_property
     def without_dropout(self) -> "Net":
-        """The net without dropout."""
+        """The net whose adapters drop nothing, for evaluation and sampling: parameters without keys of dropout."""
         lora = self.config.lora
         if lora is None or not lora.dropout:
             return self
@@ -115,15 +115,16 @@ class Net:
         return Net(dataclasses.replace(self.config, lora=None, quantize="none", quantize_experts="same"))
 
     def with_lora(self, lora: LoraConfig) -> "Net":
-        """The net of this model with these adapters."""
+        """The net of the same model with the adapters that `lora` describes."""
         return Net(dataclasses.replace(self.config, lora=lora))
 
     def scanned(self) -> "Net":
-        """The net that computes its layers in a scan."""
+        """The net that computes its layers in a `jax.lax.scan`: they are compiled once for all."""
         return Net(dataclasses.replace(self.config, scan_layers=True))
 
     def unrolled(self) -> "Net":
-        """The net that computes its layers one after another."""
+        """The net that computes its layers one after another, as decoding moves the fewest bytes; its parameters are
+        the same."""
         return Net(dataclasses.replace(self.config, scan_layers=False))
 
 

@@ -89,7 +89,7 @@ def check_inputs(count: int, kind: str, setting: str) -> None:
 
 
 def dequantize(kernel: dict[str, jax.Array], kind: str, dtype) -> jax.Array:
-    """The matrix `[..., in, out]` that `quantize` stored."""
+    """The matrix `[..., in, out]` in `dtype` whose codes and scales `quantize` stored, of that `kind`."""
     codes = kernel["codes"]
     if kind in BYTES:
         return (widened(codes, jnp.float32) * (kernel["absmax"] / BYTES[kind][1])).astype(dtype)
@@ -106,12 +106,12 @@ def scales_of(kernel: dict[str, jax.Array]) -> jax.Array:
 
 
 def as_factors(scales) -> jax.Array:
-    """The factors in fp32 that scales of 4 bits stand for."""
+    """Scales of codes of 4 bits as fp32: `absmax` as it is, those of mxfp4, exponents in uint8, as powers of two."""
     return _power(scales) if scales.dtype == jnp.uint8 else scales
 
 
 def as_matrix(kernel: Kernel, kind: str, dtype) -> jax.Array:
-    """The kernel, quantised or not, as an array of `dtype`."""
+    """The kernel `[..., in, out]` in `dtype`, dequantised where it is the codes and scales of that `kind`."""
     return dequantize(kernel, kind, dtype) if isinstance(kernel, dict) else kernel.astype(dtype)
 
 
@@ -145,12 +145,12 @@ def narrowed(x, dtype) -> jax.Array:
 
 
 def as_fp8(x) -> jax.Array:
-    """x, in fp8 where it holds the bytes of fp8."""
+    """x as float8_e4m3fn where it is uint8, which hold its bytes; another x as it is."""
     return jax.lax.bitcast_convert_type(x, FP8) if x.dtype == jnp.uint8 else x
 
 
 def widened(x, dtype) -> jax.Array:
-    """The numbers that `narrowed` stored, in `dtype`."""
+    """The numbers that `narrowed` stored, in the wider `dtype`: its inverse, but for what was rounded."""
     return as_fp8(x).astype(dtype)
 
 

@@ -66,7 +66,8 @@ class AsyncCall:
         self.deadline = math.inf
 
     def give(self, row: int) -> None:
-        """Start a row of a rowwise function."""
+        """Start a function of single rows on a row whose completion is there; a function of the batch waits for
+        `start`."""
         if self.call.rowwise:
             self.loop.start(self._create_task(row))
 

@@ -167,7 +167,8 @@ class Endpoint:
                     del memory[name]
 
     def take_counts(self) -> dict[str, int]:
-        """The counts since the last call of this."""
+        """The counts of requests, replies from the cache, retries and failures since this was called last; they begin
+        anew."""
         counts, self.counts = self.counts, Counter()
         return dict(counts)
 

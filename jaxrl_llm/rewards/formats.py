@@ -71,7 +71,8 @@ def regex_match(completions: Sequence[Any], *, pattern: str, whole: bool = False
 
 
 def matches(texts: Sequence[str], patterns: Sequence[str], wholes: Sequence[bool]) -> list[float]:
-    """The rewards of `regex_match` without its time limit."""
+    """1.0 where a pattern matches its text, all of it where `wholes` says so, else 0.0: `regex_match` without its time
+    limit."""
     rewards = []
     for text, pattern, whole in zip(texts, patterns, wholes, strict=True):
         compiled = re.compile(pattern, re.DOTALL)
@@ -98,7 +99,7 @@ def length_range(
 def length_penalty(
     completion_ids: Sequence[Sequence[int]], *, per_token: float = -0.001, **columns: Any
 ) -> list[float]:
-    """`per_token` times the number of tokens."""
+    """`per_token` times the number of tokens of each completion."""
     return [per_token * len(ids) for ids in completion_ids]
 
 

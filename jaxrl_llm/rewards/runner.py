@@ -324,7 +324,7 @@ class Pending:
         self.from_workers: concurrent.futures.Future[list[Outcome]] | None = None
 
     def give(self, row: int, completion: Any, ids: Sequence[int]) -> None:
-        """Take the completion of a row and its token ids."""
+        """Take the completion of a row, and its token ids; async functions of single rows start on it."""
         self.inputs["completions"][row], self.inputs["completion_ids"][row] = completion, ids
         for call in self.asynchronous.values():
             call.give(row)

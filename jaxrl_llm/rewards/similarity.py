@@ -61,7 +61,7 @@ METRICS: dict[str, Callable[[str, str], float]] = {
 
 
 def ngrams(words: Sequence[Any], n: int) -> Counter[tuple[Any, ...]]:
-    """How often each n-gram is in `words`, or token ids."""
+    """The count of each n-gram, a tuple of n neighbours, in `words`, which may be token ids."""
     return Counter(zip(*(words[start:] for start in range(n)), strict=False))
 
 

@@ -25,7 +25,7 @@ class Automaton(NamedTuple):
         return self.next[states, self.classes[tokens]]
 
     def allows(self, states, vocab: int):
-        """The tokens `[..., V]` that the states allow."""
+        """Booleans `[..., V]`: the tokens that may follow in these states `[...]`, of a vocabulary of `vocab`."""
         return unpacked(self.allowed[states], vocab)
 
     def before(self, states, proposed, observed):
@@ -48,7 +48,7 @@ class Automaton(NamedTuple):
 
 
 def packed(allowed: np.ndarray) -> np.ndarray:
-    """Booleans `[V]` as the bits of uint32 words `[V/32]`."""
+    """Booleans `[V]` as bits of uint32 words `[ceil(V/32)]`, the first token in the lowest bit; see `unpacked`."""
     return np.packbits(np.pad(allowed, (0, -len(allowed) % 32)), bitorder="little").view("<u4")
 
 

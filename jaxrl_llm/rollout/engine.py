@@ -124,7 +124,7 @@ class Engine(RolloutSpec):
         return net.scanned() if on_cpu and net.config.quantized != "none" else net.unrolled()
 
     def decoding_params(self, params: Params) -> Params:
-        """The parameters that the decoder computes with."""
+        """The policy's parameters as the decoder computes with them: cast, merged and unstacked, on the devices."""
         return decoding_params(on_device(params), self.decoder)
 
     def policy_copy(self, params: Params) -> Params:

@@ -56,7 +56,7 @@ class SamplingParams:
 
     @property
     def processes(self) -> bool:
-        """True where logits are changed before the temperature."""
+        """True where penalties, biases or forbidden tokens change logits before the temperature divides them."""
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
         return penalties != (1.0, 0.0, 0.0) or bool(self.logit_bias or self.bad_words or self.min_tokens)
 

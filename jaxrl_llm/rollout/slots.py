@@ -73,7 +73,7 @@ class Begun(NamedTuple):
     finished: np.ndarray  # [N] ended with an end-of-text token or stop string
 
     def padded(self, count: int) -> "Begun":
-        """The same with `count` rows more that are finished."""
+        """The same with `count` finished rows behind them, which make the rows a multiple of the shards."""
         grown = Begun(*(np.concatenate([x, np.repeat(x[-1:], count, axis=0)]) for x in self))
         grown.finished[len(self.finished) :] = True
         grown.lengths[len(self.finished) :] = 1
@@ -136,12 +136,12 @@ def resumed(rows: Rows, begun: Begun, automata: Automata) -> Rows:
 
 
 def ended(rows: Rows):
-    """True for rows that are decoded no further."""
+    """True for rows that are decoded no further: their completion has ended, or there is no room left for it."""
     return rows.finished | (rows.length >= rows.limit)
 
 
 def observations_to_come(rows: Rows):
-    """Observation tokens that come next in each row."""
+    """How many observation tokens, known and not sampled, come next in each row; 0 in rows that have ended."""
     return jnp.where(ended(rows), 0, jnp.maximum(jnp.minimum(rows.known, rows.limit) - rows.length, 0))
 
 
@@ -185,7 +185,7 @@ def flat(x, axis: int):
 
 @functools.partial(jax.jit, static_argnames="shards")
 def collect(rows: Rows, slots: Slots, grid: SlotGrid, shards: int) -> Rows:
-    """All rows, with what those in slots have sampled."""
+    """All rows, those that are in slots with what they have sampled there; `grid` says which row each slot holds."""
     count = rows.length.size // shards
     index = jnp.where(grid.row == IDLE, count, grid.row).reshape(shards, -1)  # past the end: dropped
     return jax.tree.map(lambda everyone, values: put(everyone, index, values, 0), rows, slots.rows)
@@ -220,7 +220,7 @@ def status(slots: Slots):
 
 @jax.jit
 def newest_tokens(slots: Slots):
-    """The last token `[G,R]` of each row."""
+    """The last token `[G,R]` of each row in a slot, which the next decode step reads."""
     return next_tokens(slots.rows, 1)[1][..., 0]
 
 

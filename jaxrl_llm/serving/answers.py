@@ -122,7 +122,7 @@ class Answer:
         server.answers.add(self)
 
     def under_way(self) -> list[Handle]:
-        """The rows that have not ended."""
+        """The handles of the rows that have not ended, by which the queue cancels them."""
         return [choice.handle for choice in self.choices if choice in self.going and choice.handle is not None]
 
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
@@ -158,7 +158,7 @@ class Answer:
             yield choice, piece
 
     def close(self) -> None:
-        """Cancels the rows that have not ended."""
+        """Ends the answer: cancels the rows that have not ended, and counts how long it took."""
         self.server.metrics.latency.add(time.monotonic() - self.started)
         self.server.queue.cancel(self.under_way())
         self.server.answers.discard(self)
@@ -194,7 +194,7 @@ class Answer:
             pass
 
     async def whole(self) -> Response:
-        """The answer, when all choices have ended."""
+        """The answer in one piece, an object of OpenAI's, when all choices have ended."""
         await self.finished()
         if self.asked.logprobs is None and self.asked.prompt_logprobs is None:
             return self._response()
@@ -241,7 +241,7 @@ class Answer:
         yield "data: [DONE]\n\n"
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer in pieces, as they come."""
+        """The answer in pieces, each a chunk of OpenAI's, as tokens come and their text is certain."""
         seen: set[Choice] = set()
         async for choice, piece in self.pieces():
             first, last = choice not in seen, choice.finish_reason is not None

@@ -43,7 +43,7 @@ class Decoded(list[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The limits of a server."""
+    """What a server takes at most: of a request, of all that it answers at once, and of the time for it."""
 
     tokens: int  # of a prompt and its completion
     body: int = 4 * 2**20  # bytes
@@ -246,7 +246,7 @@ class Server:
         return PlainTextResponse("draining", 503) if self.draining else PlainTextResponse("ok")
 
     async def prometheus(self, request: Request) -> Response:
-        """Answers with the numbers of `metrics.py`."""
+        """Answers with the page of counts and durations that `metrics.py` keeps, as Prometheus reads it."""
         text = self.metrics.text(self.queue.counts, self.queue.size)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
@@ -274,7 +274,7 @@ def _too_large(most: int) -> BadRequestError:
 
 
 async def client_left(receive: Callable[[], Awaitable[Any]]) -> None:
-    """Returns when the client has left."""
+    """Returns when the client has closed the connection of the request, for what is then cancelled."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -20,7 +20,7 @@ OPENING = 32  # tokens of a prompt in whose end thoughts may be opened
 
 @dataclasses.dataclass
 class Piece:
-    """The part of a choice that is new since the last one."""
+    """The part of a choice that is new since the last piece: its text, and its tokens with their log-probs."""
 
     text: str
     ids: list[int]

@@ -47,12 +47,12 @@ def _described(server: Server, name: str) -> dict[str, Any]:
 
 
 async def models(server: Server, request: Request) -> Response:
-    """The model, and its adapters."""
+    """GET /v1/models: the model, and each adapter by its name."""
     return JSONResponse({"object": "list", "data": [_described(server, name) for name in server.names]})
 
 
 async def model(server: Server, request: Request) -> Response:
-    """The model, or the adapter, of that name."""
+    """GET /v1/models/NAME: the model, or the adapter, of that name; 404 where there is none."""
     name = request.path_params["name"]
     if name not in server.names:
         raise BadRequestError(f"there is no model {name!r:.100}", 404, "model_not_found", "model")

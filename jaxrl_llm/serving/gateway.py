@@ -83,7 +83,7 @@ class Gateway:
             time.sleep(0.005)
 
     def open(self, keys: Sequence[bytes], spec: SessionSpec) -> list[Session]:
-        """A session for each key."""
+        """Opens a session for each key, of which the random numbers of its rows are made."""
         self.opened += 1
         sessions = [Session(f"{self.opened}-{number}", key, spec, self.turns) for number, key in enumerate(keys)]
         self.sessions |= {session.name: session for session in sessions}
@@ -106,7 +106,7 @@ class Gateway:
             handle.deliver(BadRequestError(f"the session is over: {reason}", 403, OVER))
 
     def close(self) -> None:
-        """End the endpoint."""
+        """Ends the endpoint: connections are closed, and its thread is waited for, 10 s at most."""
         self.web.should_exit = self.web.force_exit = True
         self.thread.join(10)
 
@@ -183,7 +183,7 @@ class KeptAnswer(Answer):
             yield piece
 
     def close(self) -> None:
-        """Cancels the rows that have not ended."""
+        """Cancels the rows that have not ended, and takes them from those of the session."""
         super().close()
         self._let_go()
 

@@ -85,7 +85,7 @@ class Grid(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Prompts, and rows of each."""
+        """The number of prompts, and of rows of each: `(G, R)`."""
         return self.slots.rows.length.shape
 
     @property
@@ -101,7 +101,7 @@ class Grid(NamedTuple):
 
     @property
     def guided(self) -> bool:
-        """True where rows may be guided."""
+        """True where the rows have room for the tokens that a guide allows next."""
         return self.sampling.allowed is not None
 
     def with_sampling(self, **changes: Any) -> "Grid":
@@ -173,7 +173,7 @@ def prefill_requests(
 def row_sampling(
     engine: Engine, requests: Sequence[RowRequest], shape: tuple[int, int], top: bool, allowed: np.ndarray | None
 ) -> RowSampling:
-    """The settings of requests as arrays `[*shape, ...]`."""
+    """The settings of requests, one for each place in `shape`, as arrays `[*shape, ...]` for sampling by row."""
     vocab = engine.net.config.vocab_size
     ends = np.full((len(requests), MOST_ENDS), -1, np.int32)
     bias_ids, biases = np.full((len(requests), MOST_BIASES), vocab, np.int32), np.zeros((len(requests), MOST_BIASES))

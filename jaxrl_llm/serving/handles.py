@@ -42,7 +42,7 @@ class Handle:
 
 
 def distinct_prompts(handles: Sequence[Handle]) -> list[Sequence[int]]:
-    """The prompts, each once."""
+    """The prompts of the rows, each once: that of the rows of one request is the same object."""
     return list({id(handle.request.prompt): handle.request.prompt for handle in handles}.values())
 
 

@@ -33,7 +33,7 @@ class Counts:
 
 
 class Histogram:
-    """Seconds, counted in the buckets of `SECONDS`."""
+    """A histogram of durations for Prometheus: counts in the buckets whose ends are `SECONDS`, and the sum."""
 
     def __init__(self, name: str, text: str):
         self.name, self.text, self.counts, self.sum = f"{PREFIX}{name}", text, [0] * (len(SECONDS) + 1), 0.0

@@ -33,7 +33,7 @@ class Prefix(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of the caches."""
+        """The bytes that the caches take on the devices."""
         return sum(x.nbytes for x in jax.tree.leaves(self.cache))
 
 

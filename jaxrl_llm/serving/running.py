@@ -318,7 +318,7 @@ class Running:
                     self.end([slot])
 
     def end(self, gone: list[int]) -> None:
-        """Frees slots whose rows are to go on no further."""
+        """Frees slots whose rows go on no further, because nobody waits for them."""
         if gone and self._grid is not None:
             mask = np.zeros(len(self.rows), bool)
             mask[gone] = True
@@ -366,6 +366,6 @@ class Running:
         self._refuse([handle for handle in rows if handle not in told], error)
 
     def let_go(self) -> None:
-        """Is without rows, caches and kept texts from now on."""
+        """Drops rows, caches and kept texts, so that their memory is free."""
         self._grid, self.rows, self.counts.running = None, [None] * self.size, 0
         self.forget_prefixes()

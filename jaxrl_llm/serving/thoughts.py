@@ -18,7 +18,7 @@ def template_of(tokenizer: Any) -> str:
 
 
 def can_think(template: str) -> bool:
-    """True where a chat template has thoughts of the model."""
+    """True where a chat template has the marks between which a model writes its thoughts."""
     return any(mark in template for pair in THINKING.items() for mark in pair if mark not in HEADERS)
 
 
@@ -66,7 +66,7 @@ class Thoughts:
         self._searched = 0
 
     def find(self, text: str) -> None:
-        """Looks at what is new in the raw text."""
+        """Looks for the marks of thoughts in what is new of the raw text; `text` is all of it so far."""
         if self.start is None:
             begun = text.lstrip()
             mark = next((mark for mark in THINKING if begun.startswith(mark)), None)

@@ -93,12 +93,12 @@ def _likeliest(choice: Choice) -> list[tuple[list[int], list[float]]]:
 
 
 async def generate(server: Server, request: Request) -> Response:
-    """Completions of texts or token ids."""
+    """POST /generate/ of TRL's server: completions of texts or token ids."""
     return await _sampled(server, request, chat=False)
 
 
 async def chat(server: Server, request: Request) -> Response:
-    """Completions of conversations."""
+    """POST /chat/ of TRL's server: completions of conversations."""
     return await _sampled(server, request, chat=True)
 
 

@@ -44,7 +44,7 @@ def text_or_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
 
 
 def frame(event: Mapping[str, Any]) -> str:
-    """An event that is named by its type, as it is sent."""
+    """The event as the text of a server-sent event, which is named by its type."""
     return f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
 
 

@@ -25,7 +25,7 @@ class Weights:
         self.set(params)
 
     def on_mesh(self) -> Any:
-        """The context of the devices."""
+        """The context in which arrays are on the mesh of the devices; none where there is no mesh."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def set(self, params: Any) -> None:
@@ -35,11 +35,11 @@ class Weights:
         self.released = False
 
     def release(self) -> None:
-        """Lets the parameters go until the next `set`."""
+        """Lets the parameters go, so that their memory is free, until the next `set`."""
         self.released, self.params, self._base = True, None, None
 
     def turn_to(self, adapter: str) -> None:
-        """Has an adapter's parameters, or those of "", the net."""
+        """Makes the parameters those of an adapter, merged into the net's, or of the net alone for the name ""."""
         self.adapter, self.params, self.stale = adapter, None, False
         self.params = self._merged(self._base)
 

@@ -109,7 +109,7 @@ class Rule:
     options: Mapping[str, Any] = field(compare=False)  # the name says them; lists, which some are, have no hash
 
     def asks_for(self, name: str) -> bool:
-        """True when the rule has an argument `name`."""
+        """True where the rule's function has an argument `name`, so that it must be computed."""
         return name in inspect.signature(self.function).parameters
 
     @property
@@ -138,7 +138,7 @@ class AdvantageStep:
     of_turns: str = "environment"  # the reward that those of turns sum to
 
     def asks_for(self, name: str) -> bool:
-        """True when a rule has an argument `name`."""
+        """True where any of the rules has an argument `name`, so that it must be computed."""
         return self.asking(name) is not None
 
     def asking(self, name: str) -> Rule | None:

@@ -29,7 +29,7 @@ class BatchSpec:
 
     @property
     def rows(self) -> int:
-        """The number of rows N of a step."""
+        """The number of rows N of a step: prompts times the rows of each."""
         return self.prompts * self.group_size
 
     @property

@@ -200,7 +200,7 @@ def as_examples(rows: list[Row]) -> list[Example]:
 
 
 def as_example(row: Row, margins: bool) -> Example:
-    """The example of one token row."""
+    """The rows that are learned from together, of a token row: itself, or the sides of a pair or a triple."""
     if "chosen_ids" not in row:
         return [row]
     more: Row = {"margin": row.get("margin", 0.0)} if margins else {}

@@ -67,7 +67,8 @@ ROLES = {"user": ["user"], "assistant": ["assistant"], "system": ["system"], "to
 
 
 def fixed_pairs(name: str, template: Template, fields: Fields) -> Callable[[Mapping[str, Any]], Row]:
-    """The format `name` of pairs, written with fixed texts."""
+    """The format `name` of pairs, which makes texts of prompt, chosen and rejected by the fixed words of `template`,
+    from the columns that `fields` names."""
 
     def answer(row: Mapping[str, Any], columns: tuple[str, ...]) -> str:
         if fields.chat:
@@ -344,7 +345,7 @@ def renamed(turn: Mapping[str, Any], keys: Mapping[str, str]) -> Row:
 
 
 def listed(names: str | Sequence[str]) -> Sequence[str]:
-    """The names, of which one may stand alone."""
+    """The names as a sequence: a text is one name that stands alone."""
     return [names] if isinstance(names, str) else names
 
 

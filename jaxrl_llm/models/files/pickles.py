@@ -26,7 +26,7 @@ DAMAGE = (
 
 
 class Kind(NamedTuple):
-    """The numbers of a storage."""
+    """The type of the numbers in a storage of PyTorch."""
 
     dtype: Any
     name: str  # as safetensors calls it
@@ -67,7 +67,7 @@ class Tensor(NamedTuple):
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """The type, in the words of safetensors."""
+        """The type of its numbers, by the name that safetensors has for it: BF16, F32, ..."""
         return self.storage.kind.name
 
     @property

@@ -27,7 +27,8 @@ FILES_AT_ONCE = 8
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """True for gs://, s3:// and the like."""
+    """True for the address of a bucket, `gs://`, `s3://` or another protocol; false for a path on this machine or a hub
+    id."""
     return "://" in os.fspath(path)
 
 

@@ -150,7 +150,7 @@ def bounded(index: tuple[slice, ...], shape: Sequence[int]) -> tuple[slice, ...]
 
 
 def shape_of(x: Any) -> tuple[int, ...]:
-    """The shape of an array, or of a tensor of a file."""
+    """The shape of an array, or of a tensor of a file that is not read yet."""
     return tuple(x.shape if hasattr(x, "shape") else x.get_shape())
 
 

@@ -32,7 +32,7 @@ def attention_kernel(q, kind: str) -> Literal["cudnn", "xla"]:
 
 
 class PatchFeedForward(nnx.Module):
-    """`fc2(activation(fc1(x)))`."""
+    """The feed-forward of an encoder's layer, with biases and no gate: `fc2(activation(fc1(x)))`."""
 
     def __init__(self, config: Any, net: Any, rngs: nnx.Rngs):
         """`config` is that of an encoder."""

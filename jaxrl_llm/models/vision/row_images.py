@@ -125,12 +125,12 @@ def _power_of_two(least: int) -> int:
 
 
 def image_tokens(ids: Sequence[Sequence[int]], vision: VisionConfig) -> list[int]:
-    """The number of image tokens of each row."""
+    """How many of the token ids of each row are the image token, in whose places features of images go."""
     return [sum(token == vision.image_token for token in own) for own in ids]
 
 
 def count_tiles(tiles: Sequence[Any]) -> list[int]:
-    """The number of tiles of each row."""
+    """The number of tiles of each row's images; None is a row without any."""
 
     def of_row(own) -> int:
         if isinstance(own, list):  # in which an image may be a pair of its tiles and numbers

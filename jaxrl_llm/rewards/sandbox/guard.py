@@ -16,7 +16,7 @@ CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.chmod", "os.cho
 
 
 def guard(folder: str) -> None:
-    """Install the hook; an audit hook cannot be removed."""
+    """Install the hook, for a program in `folder`, until the process ends: an audit hook cannot be removed."""
     inside = os.path.realpath(folder) + os.sep
     readable = tuple(os.path.realpath(path) + os.sep for path in (sys.prefix, sys.base_prefix, "/usr", "/lib"))
 

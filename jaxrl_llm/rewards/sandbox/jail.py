@@ -117,7 +117,7 @@ class PathRule(ctypes.Structure):
 
 
 def checked(result: int) -> int:
-    """`result` of a C function, or its OSError."""
+    """The `result` of a function of C; raises OSError with its errno for a negative one."""
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
@@ -237,7 +237,7 @@ def drop_capabilities() -> None:
 
 
 def limit(settings: dict) -> None:
-    """Set the resource limits."""
+    """Set the resource limits: seconds of the processor, bytes of memory and of a file, open files, no core dumps."""
     megabyte = 2**20
     limits = {
         resource.RLIMIT_CPU: int(settings["processor_seconds"]) + 1,

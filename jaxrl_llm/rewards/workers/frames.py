@@ -17,11 +17,11 @@ def is_ours(module_name: str) -> bool:
 
 
 class SpoiledError(Exception):
-    """Something else than messages came through the pipe."""
+    """Bytes came through a pipe that are no message with its mark: something else writes to it."""
 
 
 class Frames:
-    """One end of a pipe that carries messages with `mark`."""
+    """One end of a pipe of messages, each of which begins with `mark` and its length."""
 
     def __init__(self, pipe: socket.socket, mark: bytes):
         self.socket, self.mark = pipe, mark

@@ -15,7 +15,7 @@ from jaxrl_llm.tools.plan.sampling import decodes_beside_updates
 
 
 class Advice(NamedTuple):
-    """One change, and the bytes of a device that it saves."""
+    """A change of settings, and what it saves: bytes of one device."""
 
     change: str
     saves: float

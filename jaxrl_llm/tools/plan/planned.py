@@ -37,7 +37,7 @@ class Floors(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Bytes are of one device."""
+    """The plan of a run on a target: its programs, and the bytes that it holds on each device."""
 
     config: ConfigDict
     target: Target
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
 
     @property
     def peak(self) -> ProgramStats:
-        """The program that needs most memory."""
+        """The program of which a device holds the most bytes."""
         return max(self.programs, key=lambda x: x.peak)
 
     @property

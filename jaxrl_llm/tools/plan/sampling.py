@@ -40,7 +40,7 @@ class Policies(NamedTuple):
 
 
 class Sampling(NamedTuple):
-    """The arrays that sampling holds, as shapes."""
+    """The arrays that sampling holds beside training, as shapes: the parameters that decode, and the caches."""
 
     params: Any
     prompt_cache: Any

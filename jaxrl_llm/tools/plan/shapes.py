@@ -50,7 +50,7 @@ from jaxrl_llm.training.update import Frozen, State, optimizer_shapes, split_cri
 
 
 class TeacherShapes(NamedTuple):
-    """A teacher that the run holds."""
+    """The network and the parameters of a teacher that the run holds, as shapes."""
 
     net: Net
     params: Params  # whole; they may be the policy's

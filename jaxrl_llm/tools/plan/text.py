@@ -60,7 +60,8 @@ def verdict(plan: Plan) -> str:
 
 
 def lines(plan: Plan, advised: Sequence[Advice] = ()) -> Iterator[str]:
-    """Yield the lines of the report."""
+    """Yield the lines of the report: the run, its memory, its programs and their time, the verdict, and what is
+    `advised`."""
     yield from _head(plan)
     yield from _memory(plan)
     yield from _programs(plan)

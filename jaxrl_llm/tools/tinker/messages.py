@@ -154,7 +154,7 @@ def gradient_request_of_json(body: Mapping[str, Any], forward_only: bool) -> Gra
 
 
 def whole(body: Mapping[str, Any], name: str, default: int) -> int:
-    """A whole number of a body. Raises BadRequestError."""
+    """The whole number under that name in a body, or the default. Raises BadRequestError for anything else."""
     value = body.get(name)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
         raise BadRequestError(f"{name} is {value!r:.100}; it takes a whole number")
@@ -267,7 +267,7 @@ class Likeliest:
         )
 
     def json(self) -> list[list[tuple[int, float]] | None]:
-        """Pairs of id and log-prob."""
+        """The pairs of id and log-prob at each place, None where there are none."""
         places = zip(self.ids, self.logps, strict=True)
         return [list(zip(ids, _in_json(logps), strict=True)) or None for ids, logps in places]
 
@@ -291,7 +291,7 @@ class SampleAnswer:
     prompt_top: Likeliest | None = None
 
     def protobuf(self) -> bytes:
-        """The message."""
+        """The answer as the bytes of Tinker's protobuf message."""
         answer = _message("SampleResponse")(prompt_cache_hit_tokens=0)
         for row in self.sequences:
             added = answer.sequences.add(

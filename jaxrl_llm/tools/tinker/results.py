@@ -40,7 +40,7 @@ async def settled(work: Callable[[], Awaitable[Any]]) -> Any:
 
 
 class Pending:
-    """A result, or what will be one."""
+    """What will be the result of a request, and since when it waits to be fetched."""
 
     def __init__(self, future: "asyncio.Future[Any]"):
         self.future = future
@@ -102,7 +102,7 @@ class Results:
                 del self._pending[name]
 
     async def cancel(self, server: Server, request: Request) -> Response:
-        """Ends a sample that nobody waits for."""
+        """Cancels the request whose id is in the body, for a client that waits no more; one that is done stays."""
         body = await server.body(request)
         pending = self._pending.get(str(body.get("request_id")))
         if pending is not None and isinstance(pending.future, asyncio.Task):

@@ -179,7 +179,7 @@ class Samplers:
         server.names = (*(name for name in server.names if not name.startswith(SCHEME)), *saved)
 
     async def sample(self, server: Server, request: Request) -> Response:
-        """Completions of a prompt."""
+        """Starts to sample completions of a prompt, and answers with the id under which the result is fetched."""
         body = await server.body(request)
         sampler, number, count = body.get("sampling_session_id"), body.get("seq_id"), whole(body, "num_samples", 1)
         path = self._path(sampler) if sampler is not None else body.get("model_path") or ""
@@ -262,7 +262,7 @@ async def completed(work: Coroutine[Any, Any, None]) -> None:
 
 
 def run_of(path: str) -> str:
-    """The run that saved weights, or a snapshot, are of."""
+    """The id of the run whose weights are at a path `tinker://RUN/...`."""
     return path.removeprefix(SCHEME).partition("/")[0]
 
 

@@ -87,7 +87,7 @@ def plan(tokens, segments, mask, sizes: Sizes, shards: int = 1) -> PackedLayout:
 
 
 class Needs(NamedTuple):
-    """The room that a layout of a shard's rows takes."""
+    """The room that the layout of a shard's rows takes, by which the sizes of later layouts are chosen."""
 
     microbatches: int
     rows: int  # in the micro-batch of most rows

@@ -53,7 +53,7 @@ class PackingSpec:
 
 
 class TypicalRows(NamedTuple):
-    """Rows of one shard, by which sizes are chosen."""
+    """Rows of one shard that stand for all of a run, by which the sizes of packed rows are chosen."""
 
     tokens: np.ndarray
     segments: np.ndarray

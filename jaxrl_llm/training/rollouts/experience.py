@@ -25,7 +25,7 @@ UNSAMPLED = -1  # the version of a place without a token
 
 
 class Partial(NamedTuple):
-    """The origin of rows that several policies sampled."""
+    """Which policies sampled the tokens of rows that went on over several of them."""
 
     versions: np.ndarray  # [rows of this process, C] training steps of the policy that sampled each token; UNSAMPLED
     waiting: int  # rows of other prompts that are begun, and go on in the next step
@@ -285,7 +285,7 @@ def share_of(batch: Rollouts, index: int, count: int) -> Rollouts:
 
 
 def joined(shares: Sequence[Rollouts]) -> Rollouts:
-    """The batch of its shares, on the host."""
+    """One batch of the shares of a batch, on the host, with their rows in order."""
     if len(shares) == 1:
         return shares[0]
     return _by_rows(lambda *own: [*chain(*own)] if isinstance(own[0], list) else np.concatenate(own), shares)

@@ -42,7 +42,7 @@ def samples_apart(config) -> bool:
 
 
 def sampling_devices(config) -> int:
-    """The number of devices that only sample."""
+    """The number of devices that only sample, and have no part in the mesh that trains: rollout.devices."""
     return 0 if config.algorithm.name in OFFLINE else config.rollout.devices
 
 

@@ -82,7 +82,7 @@ def objective_of(config, net: Net) -> Objective:
 
 
 def aggregation(config, mode: str) -> Aggregation:
-    """The aggregation of a mode."""
+    """The aggregation of that `mode`, with the sizes of the run that modes normalise by."""
     longest, size = config.rollout.max_completion_length, config.rollout.group_size
     return Aggregation(mode, longest, size, config.batch.microbatch_rows)
 
@@ -137,7 +137,8 @@ def kl_in_loss(config) -> bool:
 
 
 def divergence_spec(config) -> DivergenceSpec | UldSpec | None:
-    """The divergence from the teacher, where it is in the loss."""
+    """The divergence from the teacher that is a term of the loss; None without a teacher, or with one in the
+    advantages."""
     c = config.teacher
     if c.path is None or c.form == "advantage":
         return None

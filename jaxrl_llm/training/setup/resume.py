@@ -91,7 +91,7 @@ def changes_to(config, given: Given, checkpoints: Checkpoints) -> Changes:
 
 
 class Beginning(NamedTuple):
-    """Where a start begins."""
+    """What a start begins with: the state, the counts of the log, and what is to be warned of."""
 
     state: State
     counts: dict[str, int]  # those of `StepLog`

@@ -89,7 +89,7 @@ class CriticAlone(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Everything that `train` drives."""
+    """Everything that `train` drives, made once of the configuration by `build`."""
 
     batch: BatchSpec
     model: Model

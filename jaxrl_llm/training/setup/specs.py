@@ -325,7 +325,7 @@ def advantage_spec(config) -> AdvantageSpec:
 
 
 def producer_spec(config) -> ProducerSpec:
-    """Steps 1 to 3 of an online algorithm."""
+    """The settings of the producer, steps 1 to 3 of an online algorithm: prompts, rollout, reward."""
     return spec_of(
         ProducerSpec,
         config.algorithm,
@@ -356,7 +356,7 @@ def curriculum_spec(config) -> CurriculumSpec | None:
 
 
 def learner_spec(config) -> LearnerSpec:
-    """Steps 4 and 5 of an online algorithm."""
+    """The settings of the learner, steps 4 and 5 of an online algorithm: log-probs and advantages."""
     c, compares_pairs = config.algorithm, config.algorithm.name == ONLINE_PREFERENCE
     return spec_of(
         LearnerSpec,
@@ -451,7 +451,7 @@ def offline_spec(config, width: int) -> OfflineSpec:
 
 
 def training_sampling(config) -> SamplingParams:
-    """The sampling parameters of the run."""
+    """How completions to train on are sampled: the settings of `rollout`, without bad words, which need a tokenizer."""
     c = config.rollout
     return spec_of(
         SamplingParams,
@@ -482,5 +482,5 @@ def rollout_spec(config) -> RolloutSpec:
 
 
 def padded_width(longest: int, limit: int) -> int:
-    """The width of rows of which the longest has so many tokens."""
+    """The width of rows of which the longest has so many tokens: the next multiple of 8, at most `limit`."""
     return min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, limit)

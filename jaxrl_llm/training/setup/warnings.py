@@ -28,7 +28,7 @@ SMALL_RATE = 5e-6  # the smallest at which 16-bit parameters were seen to follow
 def warnings_of(
     config, model: Model, advantages: AdvantageStep | None, environments: Environments | Agents | None
 ) -> list[str]:
-    """All of them; `advantages` are those of an online algorithm."""
+    """The warnings of a run's settings and model, a sentence each; `advantages` are those of an online algorithm."""
     return [
         *unread(config, has_adapters(model.params), environments is not None),
         *unread_entries(config),

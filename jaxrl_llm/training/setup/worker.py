@@ -159,7 +159,7 @@ def build_engine(setup: Setup, sampling: SamplingParams, group_size: int) -> Eng
 
 
 def guide_of(config) -> Guide:
-    """What completions follow, unless it is a grammar."""
+    """The regular expression, choice or JSON schema that completions follow; a grammar is made with the tokenizer."""
     c = config.rollout
     return Guide.of(c.structured_regex, c.structured_choice, c.structured_json)
 
