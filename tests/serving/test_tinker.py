@@ -11,7 +11,7 @@ import pytest
 import requests
 
 from jaxrl_llm.serving.app import Limits
-from jaxrl_llm.tools.tinker import samplers, seats, service
+from jaxrl_llm.tools.tinker import live_runs, samplers, service
 from tests.conftest import ROOT
 from tests.serving.conftest import LONGEST
 
@@ -175,7 +175,7 @@ def test_requests_are_done_in_the_order_of_their_numbers_and_once(training):
 
 def test_requests_do_not_wait_for_ever_for_one_that_never_comes(client, training, monkeypatch):
     """As for one that was refused as too large, which the client has counted: the run goes on behind them."""
-    monkeypatch.setattr(seats, "MISSED", 0.2)
+    monkeypatch.setattr(live_runs, "MISSED", 0.2)
     run = made(client)
 
     def post(name, **body):

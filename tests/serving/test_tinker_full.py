@@ -11,7 +11,7 @@ import requests
 
 import jaxrl_llm
 from jaxrl_llm.serving.app import Limits
-from jaxrl_llm.tools.tinker import seats
+from jaxrl_llm.tools.tinker import live_runs
 from tests.serving.conftest import LONGEST
 from tests.serving.test_tinker import BASE, datum, greedy, ids
 
@@ -168,7 +168,7 @@ def test_there_is_room_for_so_many_runs(connect, monkeypatch, training):
     assert third.create_lora_training_client(base_model=BASE, rank=1).result().get_info().is_lora
     first.close("success").result()
     made(third)
-    monkeypatch.setattr(seats, "FORGOTTEN_FULL", -1.0)  # everybody is silent
+    monkeypatch.setattr(live_runs, "FORGOTTEN_FULL", -1.0)  # everybody is silent
     made(connect())
 
 

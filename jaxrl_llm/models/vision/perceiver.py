@@ -26,7 +26,7 @@ class PerceiverConfig:
     norm_eps: float = 1e-6
 
 
-class LatentAttention(nnx.Module):
+class PerceiverAttention(nnx.Module):
     """Attention of latents `[M,L,D]` to the patches `[M,S,D]` of their image that are seen, and to each other."""
 
     def __init__(self, config: PerceiverConfig, net: Any, rngs: nnx.Rngs):
@@ -55,7 +55,7 @@ class PerceiverLayer(nnx.Module):
             return norm_of("rms", net.width, config.norm_eps, net, rngs)
 
         self.latent_norm, self.patch_norm, self.mlp_norm = norm(), norm(), norm()
-        self.attention = LatentAttention(config, net, rngs)
+        self.attention = PerceiverAttention(config, net, rngs)
         self.mlp = FeedForward(net, rngs, 4 * net.width)
 
     def __call__(self, latents, patches, seen):

@@ -53,7 +53,7 @@ class SiglipConfig:
 
 
 class PatchAttention(nnx.Module):
-    """Attention of every patch of a tile to all of them."""
+    """Attention of every patch of a tile to all of them, or to those that are `seen`."""
 
     def __init__(self, config: SiglipConfig, net: Any, rngs: nnx.Rngs):
         self.heads, self.kind = config.heads, net.attention
@@ -115,7 +115,7 @@ class Patches(nnx.Module):
         return x if self.bias is None else x + self.bias[...].astype(x.dtype)
 
 
-class Positions(nnx.Module):
+class PositionEmbedding(nnx.Module):
     """A learned embedding of each place in a tile, that of the class token first. Tiles are whole, so the place of a
     patch is its number.
 
@@ -162,7 +162,7 @@ class Siglip(nnx.Module):
     """
 
     def __init__(self, config: SiglipConfig, net: Any, rngs: nnx.Rngs):
-        self.patch, self.position = Patches(config, net, rngs), Positions(config, net, rngs)
+        self.patch, self.position = Patches(config, net, rngs), PositionEmbedding(config, net, rngs)
         shape = (config.width,) if config.clip else (1, 1, config.width)
         self.class_token = nnx.Param(jnp.zeros(shape, net.param_dtype)) if config.class_token else None
         self.first_norm = LayerNorm(config.width, config.norm_eps, net.param_dtype) if config.clip else None

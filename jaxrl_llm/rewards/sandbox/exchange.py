@@ -107,7 +107,7 @@ class Peer:
                         update(list(values[1:]), self.decode(changed))
                     return self.decode(result)
                 else:
-                    raise self.error(*content)
+                    raise self.decode_error(*content)
 
     def answer(self, operation: str, encoded: Any) -> None:
         """Perform what the other side asks for, and send the result or the error."""
@@ -120,18 +120,19 @@ class Peer:
         except Gone:
             raise
         except BaseException as error:
-            message = ["raise", *self.told(error)]
+            message = ["raise", *self.encode_error(error)]
         self.send(*message)
 
-    def told(self, error: BaseException) -> list[Any]:
-        """An error as data: its class, its arguments, itself."""
+    def encode_error(self, error: BaseException) -> list[Any]:
+        """An error as data, `[class, arguments, itself]`, each as `encode` makes it; a RuntimeError with the name of
+        its class where that fails."""
         try:
             return [self.encode(type(error)), self.encode(list(error.args)), self.encode(error)]
         except BaseException:
             return [["builtin", "RuntimeError"], ["list", type(error).__name__], None]
 
-    def error(self, kind: Any, arguments: Any, itself: Any) -> BaseException:
-        """The error that `told` made data of."""
+    def decode_error(self, kind: Any, arguments: Any, itself: Any) -> BaseException:
+        """The error that `encode_error` made this data of, with a reference to it on the other side."""
         made, remote = self.decode(kind), self.decode(itself)
         if not (isinstance(made, type) and issubclass(made, BaseException)):
             raise self.gone()

@@ -26,7 +26,7 @@ class ProgramStats(NamedTuple):
     flops: float  # of the traced program, an equal share for each device
     compiled_flops: float  # of the matmuls in the compiled program of one device
     collectives: list[hlo.Collective]
-    largest: list[hlo.Tensor]
+    largest: list[hlo.Buffer]
     seconds: float  # to compile
     trips: Trips  # of its loops of unknown length
     text: str  # the optimized program

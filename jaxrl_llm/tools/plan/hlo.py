@@ -67,8 +67,8 @@ class Collective(NamedTuple):
     sent: float
 
 
-class Tensor(NamedTuple):
-    """A buffer that a program makes."""
+class Buffer(NamedTuple):
+    """A buffer that a program makes: its bytes, its shape, and the operation that makes it, as `source` names it."""
 
     bytes: int
     shape: str
@@ -290,15 +290,15 @@ class Module:
             total += times * 2.0 * np.prod(_dims(x.shape), dtype=float) * np.prod(over, dtype=float)
         return total
 
-    def largest(self, count: int) -> list[Tensor]:
+    def largest(self, count: int) -> list[Buffer]:
         """The largest buffers that the program makes, one of each shape and source."""
-        found: dict[tuple[str, str], Tensor] = {}
+        found: dict[tuple[str, str], Buffer] = {}
         for name, computation in self.computations.items():
             for x in computation.values() if name in self.buffers else ():
                 if x.opcode not in VIEWS and not x.shape.startswith("("):
                     shape = re.sub(r"\{.*", "", x.shape)
-                    tensor = Tensor(_bytes(x.shape), shape, source(x))
-                    found.setdefault((shape, tensor.source), tensor)
+                    buffer = Buffer(_bytes(x.shape), shape, source(x))
+                    found.setdefault((shape, buffer.source), buffer)
         return sorted(found.values(), key=lambda x: -x.bytes)[:count]
 
 

@@ -4,7 +4,7 @@ import asyncio
 import datetime
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
@@ -12,22 +12,16 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from jaxrl_llm.serving.app import Server
 from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.tools.tinker.checkpoints import Place, Store, expiry
+from jaxrl_llm.tools.tinker.live_runs import LiveRun
 
 DESCRIBED = ("base_model", "lora_rank", "train_unembed", "train_mlp", "train_attn")  # of a run, beside its weights
 SIGNED = 3600.0  # seconds for which a file's URL needs no key
 
 
-class Trained(Protocol):
-    """A run that is trained at the moment: what is saved beside its weights, and when it was used last."""
-
-    info: dict[str, Any]
-    used: float
-
-
 class Rest:
     """Checkpoints of a store, and the runs that they are of or that are `trained`."""
 
-    def __init__(self, store: Store, trained: Mapping[str, Trained]):
+    def __init__(self, store: Store, trained: Mapping[str, LiveRun]):
         self.store, self.trained = store, trained
 
     async def weights_info(self, server: Server, request: Request) -> Response:
@@ -43,7 +37,7 @@ class Rest:
         return JSONResponse(page(request, "training_runs", newest_first))
 
     async def get_run(self, server: Server, request: Request) -> Response:
-        """The run of that id."""
+        """Answers with what is known of the run in the path; 404 where there is none."""
         found = (await asyncio.to_thread(self._runs)).get(request.path_params["run"])
         if found is None:
             raise BadRequestError(f"there is no run {request.path_params['run']!r:.200}", 404)
@@ -51,9 +45,9 @@ class Rest:
 
     def _runs(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
-        for run, seat in list(self.trained.items()):  # which others change meanwhile
-            used = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seat.used))
-            found[run] = run_about(run, seat.info, seat.info.get("user_metadata"), used)
+        for run, live in list(self.trained.items()):  # which others change meanwhile
+            used = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(live.used))
+            found[run] = run_about(run, live.info, live.info.get("user_metadata"), used)
         for place, info in self.store.all():
             about = run_about(place.run, info, info.get("run_metadata"), info["time"])
             about = found.setdefault(place.run, about)
@@ -81,7 +75,7 @@ class Rest:
         return JSONResponse({"urls": urls, "expires": expires.isoformat()})
 
     async def get_file(self, server: Server, request: Request) -> Response:
-        """A file of a checkpoint."""
+        """Answers with a file of the checkpoint in the path; 404 where it has no such file."""
         place, name = asked(request), request.path_params["file"]
         files = await asyncio.to_thread(self.store.files, place.path)
         if name not in files:
@@ -106,7 +100,7 @@ def asked(request: Request) -> Place:
 
 
 def run_about(run: str, info: Mapping[str, Any], metadata: Any, used: str) -> dict[str, Any]:
-    """A run as clients read it."""
+    """What clients are told of a run, by the names of Tinker's API."""
     return {"training_run_id": run, "base_model": info["base_model"], "model_owner": "local", **rank_about(info),
             "last_request_time": used, "user_metadata": metadata}  # fmt: skip
 
@@ -117,7 +111,7 @@ def rank_about(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def page(request: Request, name: str, rows: list[Any]) -> dict[str, Any]:
-    """A part of a list, from `offset` on."""
+    """The `limit` rows of a list from `offset` on, both of the query, with a cursor that says how many there are."""
     try:
         offset, limit = (
             int(request.query_params.get(key, default)) for key, default in (("offset", 0), ("limit", 100))

@@ -22,6 +22,7 @@ from jaxrl_llm.serving.app import Server
 from jaxrl_llm.serving.errors import BadRequestError
 from jaxrl_llm.serving.queue import RequestQueue
 from jaxrl_llm.tools.tinker.checkpoints import Place, Store, expiry
+from jaxrl_llm.tools.tinker.live_runs import LiveRun, LiveRuns
 from jaxrl_llm.tools.tinker.messages import (
     PROTOBUF,
     GradientAnswer,
@@ -33,7 +34,6 @@ from jaxrl_llm.tools.tinker.messages import (
 from jaxrl_llm.tools.tinker.rest import DESCRIBED, Rest, rank_about
 from jaxrl_llm.tools.tinker.results import Results
 from jaxrl_llm.tools.tinker.samplers import Adapter, Samplers
-from jaxrl_llm.tools.tinker.seats import Seat, Seats
 from jaxrl_llm.tools.tinker.sessions import Sessions
 from jaxrl_llm.tools.tinker.training_run import ADAM, TrainingRun, lora_config
 
@@ -71,8 +71,8 @@ class TrainingService:
                               "where their prompts end: use another model")  # fmt: skip
         self.model, self.queue, self.names, self.microbatch_tokens = model, queue, names, microbatch_tokens
         self.store, self.sessions, self.results = Store(folder, check), Sessions(), Results()
-        self.seats = Seats(names[0], self.sessions, self.results, full_runs)
-        self.rest = Rest(self.store, self.seats.found)
+        self.runs = LiveRuns(names[0], self.sessions, self.results, full_runs)
+        self.rest = Rest(self.store, self.runs.found)
         self.tokenizer = names[0]  # an id of the hub, or a folder that clients on this machine can read
         if Path(names[0]).is_dir() or ":" in names[0]:
             model.tokenizer.save_pretrained(folder / "tokenizer")
@@ -88,7 +88,7 @@ class TrainingService:
             self.sessions,
             self.tokenizer,
             full_samplers,
-            self.seats.found,
+            self.runs.found,
         )
 
     @property
@@ -158,8 +158,8 @@ class TrainingService:
         return JSONResponse({"status": "ok"})
 
     async def _finish(self, session: str) -> None:
-        for seat in [seat for seat in self.seats.found.values() if seat.session == session]:
-            self.seats.remove(seat)
+        for live in [live for live in self.runs.found.values() if live.session == session]:
+            self.runs.remove(live)
         await self.samplers.end(session)
         self.sessions.found.pop(session, None)
 
@@ -168,7 +168,7 @@ class TrainingService:
         session = request.path_params["session"]
         found = self.sessions.of({"session_id": session})
         samplers = [name for name in self.samplers.paths if name.startswith(f"{session}:")]
-        runs = [seat.model_id for seat in self.seats.found.values() if seat.session == session]
+        runs = [live.model_id for live in self.runs.found.values() if live.session == session]
         return JSONResponse({"training_run_ids": runs, "sampler_ids": samplers, "display_name": found["display_name"],
                              "user_metadata": found["user_metadata"]})  # fmt: skip
 
@@ -194,7 +194,7 @@ class TrainingService:
             async def run() -> TrainingRun:
                 return await self.queue.called(lambda: TrainingRun(self.model, config, seed % 2**31))
 
-            await self.seats.add(model_id, str(body["session_id"]), config is None, run, info)
+            await self.runs.add(model_id, str(body["session_id"]), config is None, run, info)
             return {"type": "create_model", "model_id": model_id}
 
         self.results.start(f"{model_id}:create", created)
@@ -211,21 +211,21 @@ class TrainingService:
     async def unload_model(self, server: Server, request: Request) -> Response:
         """Lets a run go, behind its requests; what it saved stays."""
         body = await server.body(request)
-        seat = self.seats.of(body)
+        live = self.runs.of(body)
 
         async def unloaded() -> dict[str, Any]:
-            self.seats.found.pop(seat.model_id, None)
-            return {"type": "unload_model", "model_id": seat.model_id}
+            self.runs.found.pop(live.model_id, None)
+            return {"type": "unload_model", "model_id": live.model_id}
 
-        return self.seats.submit(seat, body, unloaded)
+        return self.runs.submit(live, body, unloaded)
 
     async def get_info(self, server: Server, request: Request) -> Response:
         """What a run adapts, called by a name that clients load the tokenizer by, and how."""
-        seat = self.seats.of(await server.body(request))
+        live = self.runs.of(await server.body(request))
         arch = (self.model.hf_config or {}).get("model_type")
         about = {"arch": arch, "model_name": self.tokenizer, "tokenizer_id": self.tokenizer}
-        return JSONResponse({"type": "get_info", "model_data": about, "model_id": seat.model_id,
-                             "model_name": self.tokenizer, **rank_about(seat.info)})  # fmt: skip
+        return JSONResponse({"type": "get_info", "model_data": about, "model_id": live.model_id,
+                             "model_name": self.tokenizer, **rank_about(live.info)})  # fmt: skip
 
     async def forward_backward(self, server: Server, request: Request) -> Response:
         """Adds the gradient of a loss to those of a run."""
@@ -242,64 +242,64 @@ class TrainingService:
         else:
             body = await server.body(request, MOST_BYTES)
             read = partial(gradient_request_of_json, body, forward_only)
-        seat = self.seats.of(body)
+        live = self.runs.of(body)
 
         async def computed() -> GradientAnswer:
             asked = await asyncio.to_thread(read)
             if (longest := max((len(datum.tokens) for datum in asked.data), default=0)) > server.limits.tokens:
                 raise BadRequestError(f"a datum has {longest} tokens; this server's rows have {server.limits.tokens}")
-            work = await asyncio.to_thread(seat.run.forward_backward, asked, self.microbatch_tokens)
+            work = await asyncio.to_thread(live.run.forward_backward, asked, self.microbatch_tokens)
             for micro in work.microbatches:
                 await self.queue.called(partial(work.compute, micro))
             return await self.queue.called(work.finish)
 
-        return self.seats.submit(seat, body, computed)
+        return self.runs.submit(live, body, computed)
 
     async def optim_step(self, server: Server, request: Request) -> Response:
         """A step of AdamW along the gradients of a run."""
         body = await server.body(request)
-        seat = self.seats.of(body)
+        live = self.runs.of(body)
 
         async def stepped() -> dict[str, Any]:
             check_adam(body.get("optimizer_params"))
             settings = adam_settings(body.get("adam_params") or {})
-            return {"metrics": await self.queue.called(partial(seat.run.step, settings))}
+            return {"metrics": await self.queue.called(partial(live.run.step, settings))}
 
-        return self.seats.submit(seat, body, stepped)
+        return self.runs.submit(live, body, stepped)
 
     async def save_weights(self, server: Server, request: Request) -> Response:
         """Saves what a run trains, and its moments."""
         body = await server.body(request)
-        seat = self.seats.of(body)
+        live = self.runs.of(body)
 
         async def saved() -> dict[str, Any]:
-            place = Place(seat.model_id, "weights", str(body.get("path") or f"{seat.next - 1:06d}"))
+            place = Place(live.model_id, "weights", str(body.get("path") or f"{live.next - 1:06d}"))
             overwrite = bool(body.get("overwrite"))
-            await asyncio.to_thread(self.store.save, place, seat.run, self._about(seat, body), overwrite)
+            await asyncio.to_thread(self.store.save, place, live.run, self._about(live, body), overwrite)
             return {"type": "save_weights", "path": place.path}
 
-        return self.seats.submit(seat, body, saved)
+        return self.runs.submit(live, body, saved)
 
     async def save_weights_external(self, server: Server, request: Request) -> Response:
         """Saves what a run trains for other libraries, to be downloaded."""
         body = await server.body(request)
-        seat = self.seats.of(body)
+        live = self.runs.of(body)
 
         async def saved() -> dict[str, Any]:
             if body.get("age_encryption_recipients"):
                 raise BadRequestError("age_encryption_recipients is given; this server writes weights as they are")
             if body.get("path") is None:
                 raise BadRequestError("path is missing: a name for the weights")
-            place = Place(seat.model_id, "external_weights", str(body.get("path")))
-            await asyncio.to_thread(self.store.save, place, seat.run, self._about(seat, body))
+            place = Place(live.model_id, "external_weights", str(body.get("path")))
+            await asyncio.to_thread(self.store.save, place, live.run, self._about(live, body))
             return {"type": "save_weights_external", "path": place.path}
 
-        return self.seats.submit(seat, body, saved)
+        return self.runs.submit(live, body, saved)
 
     async def save_weights_for_sampler(self, server: Server, request: Request) -> Response:
         """Makes what a run trains a model to sample from: saved by a name, or kept while it is used."""
         body = await server.body(request)
-        seat = self.seats.of(body)
+        live = self.runs.of(body)
 
         async def saved() -> dict[str, Any]:
             if body.get("kind") not in (None, "snapshot"):
@@ -309,25 +309,25 @@ class TrainingService:
                 raise BadRequestError("path is missing: a name for the weights")
             path, written = None, ""
             if name is not None:
-                place = Place(seat.model_id, "sampler_weights", str(name))
-                written = await asyncio.to_thread(self.store.save, place, seat.run, self._about(seat, body))
+                place = Place(live.model_id, "sampler_weights", str(name))
+                written = await asyncio.to_thread(self.store.save, place, live.run, self._about(live, body))
                 path = place.path
-            served, config = path or f"{seat.model_id}/{number}", seat.run.config
+            served, config = path or f"{live.model_id}/{number}", live.run.config
 
             async def snapshot() -> Adapter:
-                return config, await self.queue.called(seat.run.snapshot)
+                return config, await self.queue.called(live.run.snapshot)
 
             await self.samplers.serve(server, served, config is None, snapshot, written)
-            sampler = None if number is None else f"{seat.session}:sample:{number}"
+            sampler = None if number is None else f"{live.session}:sample:{number}"
             if sampler is not None:
                 self.samplers.paths[sampler] = served
             return {"type": "save_weights_for_sampler", "path": path, "sampling_session_id": sampler}
 
-        return self.seats.submit(seat, body, saved)
+        return self.runs.submit(live, body, saved)
 
-    def _about(self, seat: Seat, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _about(self, live: LiveRun, body: Mapping[str, Any]) -> dict[str, Any]:
         metadata = body.get("user_metadata")
-        return {**seat.info, "run_metadata": seat.info.get("user_metadata"), "user_metadata": metadata,
+        return {**live.info, "run_metadata": live.info.get("user_metadata"), "user_metadata": metadata,
                 "expires_at": expiry(body.get("ttl_seconds"))}  # fmt: skip
 
     async def load_weights(self, server: Server, request: Request) -> Response:
@@ -342,17 +342,17 @@ class TrainingService:
             return await asyncio.to_thread(self.store.load, path, self.model, bool(body.get("optimizer")))
 
         if body.get("model_id") is not None:
-            seat = self.seats.of(body)
+            live = self.runs.of(body)
 
             async def restored() -> dict[str, Any]:
-                if bool(self.store.info(path)["lora_rank"]) != (seat.run.config is not None):
+                if bool(self.store.info(path)["lora_rank"]) != (live.run.config is not None):
                     raise BadRequestError(f"of {path} and this run one is of adapters, and the other of all weights: "
                                           "create a run from the weights")  # fmt: skip
                 found = await loaded()
-                await self.queue.called(lambda: seat.run.restore(*found))
-                return {"type": "load_weights", "path": path, "model_id": seat.model_id}
+                await self.queue.called(lambda: live.run.restore(*found))
+                return {"type": "load_weights", "path": path, "model_id": live.model_id}
 
-            return self.seats.submit(seat, body, restored)
+            return self.runs.submit(live, body, restored)
         model_id = self._new_id(body)
         if body.get("base_model") is not None:
             self.samplers.check_base(body["base_model"])
@@ -365,7 +365,7 @@ class TrainingService:
                 return await self.queue.called(lambda: TrainingRun(self.model, config, saved=tuple(saved)))
 
             kept = {name: info[name] for name in DESCRIBED} | {"user_metadata": body.get("user_metadata")}
-            await self.seats.add(model_id, str(body["session_id"]), not info["lora_rank"], run, kept)
+            await self.runs.add(model_id, str(body["session_id"]), not info["lora_rank"], run, kept)
             return {"type": "load_weights", "path": path, "model_id": model_id}
 
         self.results.start(f"{model_id}:0", created)

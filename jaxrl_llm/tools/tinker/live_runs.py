@@ -21,8 +21,8 @@ MISSED = 600.0  # seconds that requests wait for the one before them, which may 
 
 
 @dataclasses.dataclass(eq=False)
-class Seat:
-    """A run and the requests to it that wait for their turn."""
+class LiveRun:
+    """A run that is trained now, and the requests to it that wait for their turn."""
 
     model_id: str
     session: str
@@ -37,23 +37,23 @@ class Seat:
     worker: "asyncio.Task[None] | None" = None
 
 
-class Seats:
+class LiveRuns:
     """The runs by their ids, up to MOST_RUNS of adapters and `full_runs` of all weights."""
 
     def __init__(self, model: str, sessions: Sessions, results: Results, full_runs: int):
         """`model` is the name of what they adapt."""
         self.model, self.sessions, self.results, self.full_runs = model, sessions, results, full_runs
-        self.found: dict[str, Seat] = {}
+        self.found: dict[str, LiveRun] = {}
         self._adding = asyncio.Lock()
 
-    def of(self, body: Mapping[str, Any]) -> Seat:
+    def of(self, body: Mapping[str, Any]) -> LiveRun:
         """The run that a body names, which is used now. Raises BadRequestError where there is none."""
-        seat = self.found.get(str(body.get("model_id")))
-        if seat is None:
+        live = self.found.get(str(body.get("model_id")))
+        if live is None:
             raise BadRequestError(f"there is no run {body.get('model_id')!r:.200}: it was let go, or this server "
                                   "started anew. Create one, and load its newest weights", 404)  # fmt: skip
-        seat.used = time.time()
-        return seat
+        live.used = time.time()
+        return live
 
     async def add(
         self, model_id: str, session: str, full: bool, make: Callable[[], Awaitable[TrainingRun]], info: dict[str, Any]
@@ -65,75 +65,75 @@ class Seats:
             if model_id in self.found:
                 raise BadRequestError(f"there is a run {model_id} already; give another model_seq_id")
             most, seconds = (self.full_runs, FORGOTTEN_FULL) if full else (MOST_RUNS, FORGOTTEN)
-            alike = [seat for seat in self.found.values() if (seat.run.config is None) == full]
+            alike = [live for live in self.found.values() if (live.run.config is None) == full]
             if not most:
                 raise BadRequestError(
                     "this server trains adapters alone: give a rank from 1 on, or start it with --full_runs=1"
                 )
             if len(alike) >= most:
-                silent = [seat for seat in alike if self.sessions.silent(seat.session, seconds)]
+                silent = [live for live in alike if self.sessions.silent(live.session, seconds)]
                 if not silent:
                     kind = "all weights" if full else "adapters"
                     more = ", or start the server with more --full_runs" if full else ""
                     raise BadRequestError(
                         f"as many runs of {kind} are trained as may be, {most}: unload one, or finish its session{more}"
                     )
-                self.remove(min(silent, key=lambda seat: seat.used))
+                self.remove(min(silent, key=lambda live: live.used))
                 del silent
             del alike  # the arrays of one that goes are gone before others come
             run = await make()
             if not full and not has_peft_adapter(run.whole()):
                 raise BadRequestError(f"PEFT's folders have no place for adapters of {self.model}")
-            self.found[model_id] = Seat(model_id, session, run, info)
+            self.found[model_id] = LiveRun(model_id, session, run, info)
 
-    def remove(self, seat: Seat) -> None:
+    def remove(self, live: LiveRun) -> None:
         """Lets a run go, and the requests that wait for it."""
-        self.found.pop(seat.model_id, None)
-        if seat.worker is not None:
-            seat.worker.cancel()
-        for future, _ in seat.waiting.values():
+        self.found.pop(live.model_id, None)
+        if live.worker is not None:
+            live.worker.cancel()
+        for future, _ in live.waiting.values():
             future.cancel()
 
-    def submit(self, seat: Seat, body: Mapping[str, Any], work: Callable[[], Awaitable[Any]]) -> Response:
+    def submit(self, live: LiveRun, body: Mapping[str, Any], work: Callable[[], Awaitable[Any]]) -> Response:
         """Answers with the id of a request to a run, which is done in its turn; one that comes again is the same.
 
         The client has counted a request that is refused too: what is wrong with it is said in its turn, as its result.
         """
         number = body.get("seq_id")
         if not isinstance(number, int) or number < 1:
-            number = max(seat.waiting, default=seat.next - 1) + 1
-        request_id = f"{seat.model_id}:{number}"
+            number = max(live.waiting, default=live.next - 1) + 1
+        request_id = f"{live.model_id}:{number}"
         if request_id not in self.results:
-            if number < seat.next:
-                raise BadRequestError(f"seq_id is {number}, but the run is at {seat.next}")
+            if number < live.next:
+                raise BadRequestError(f"seq_id is {number}, but the run is at {live.next}")
             future = asyncio.get_running_loop().create_future()
             self.results.add(request_id, future)
-            seat.waiting[number] = future, work
-            seat.came.set()
-            if seat.worker is None or seat.worker.done():
-                seat.worker = asyncio.ensure_future(self._work(seat))
-        return JSONResponse({"request_id": request_id, "model_id": seat.model_id})
+            live.waiting[number] = future, work
+            live.came.set()
+            if live.worker is None or live.worker.done():
+                live.worker = asyncio.ensure_future(self._work(live))
+        return JSONResponse({"request_id": request_id, "model_id": live.model_id})
 
-    async def _work(self, seat: Seat) -> None:
+    async def _work(self, live: LiveRun) -> None:
         """Does the requests of a run in turn; where one does not come those that wait for it fail."""
-        while seat.waiting:
-            if seat.next not in seat.waiting:
-                seat.came.clear()
+        while live.waiting:
+            if live.next not in live.waiting:
+                live.came.clear()
                 try:
-                    await asyncio.wait_for(seat.came.wait(), MISSED)
+                    await asyncio.wait_for(live.came.wait(), MISSED)
                 except TimeoutError:
                     missed = Failure(
-                        f"request {seat.next} of this run did not come in {MISSED:g} s, and none behind it was done: "
+                        f"request {live.next} of this run did not come in {MISSED:g} s, and none behind it was done: "
                         "call again what is missing, and this",
                         "user",
                     )
-                    seat.next = max(seat.waiting) + 1
-                    for future, _ in seat.waiting.values():
+                    live.next = max(live.waiting) + 1
+                    for future, _ in live.waiting.values():
                         future.set_result(missed)
-                    seat.waiting.clear()
+                    live.waiting.clear()
                 continue
-            future, work = seat.waiting.pop(seat.next)
-            seat.next += 1
+            future, work = live.waiting.pop(live.next)
+            live.next += 1
             try:
                 result = await settled(work)
             except asyncio.CancelledError:
@@ -141,5 +141,5 @@ class Seats:
                 raise
             if not future.done():
                 future.set_result(result)
-            if seat.run.lost:  # a step without memory, after it had the arrays
-                self.remove(seat)
+            if live.run.lost:  # a step without memory, after it had the arrays
+                self.remove(live)
