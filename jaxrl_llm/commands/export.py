@@ -18,6 +18,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigDict, ConfigError, from_json
+from jaxrl_llm.config.files import read_json
 from jaxrl_llm.config.flags import load_options
 from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.distributed import processes
@@ -25,7 +26,6 @@ from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.adapters import peft
 from jaxrl_llm.models.adapters.lora import combine, has_adapters, split
 from jaxrl_llm.models.files.hf import refuse_foreign
-from jaxrl_llm.models.files.safetensors import read_json
 from jaxrl_llm.models.model import Model, describe, save_adapter, save_hf
 from jaxrl_llm.tools.cards import hub
 from jaxrl_llm.tools.cards.card import write_card

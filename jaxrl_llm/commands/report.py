@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.config.files import replaced
 from jaxrl_llm.config.flags import load_options, positional
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.config.setting import Setting
@@ -72,18 +73,13 @@ def report(
     total = sum(count_rows(file) for file in files if file.name.startswith(("completions_", "evaluation_")))
     reload_seconds = 0 if all(run.is_finished for run in runs) else reload_seconds
     note = f"A part of {total:,} completions: --completions takes more." if total > completions else ""
-    unfinished = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("w", encoding="utf-8") as file:
+        with replaced(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
             write_page(file, runs, chunks_of(runs, completions, characters), smoothing, note, reload_seconds)
-        unfinished.replace(path)
         return [path, *(write_pictures(runs, Path(png).expanduser(), smoothing) if png is not None else ())]
     except OSError as error:
         raise ConfigError(f"the report cannot be written: {error}; set another --output") from error
-    finally:
-        if unfinished.exists():
-            unfinished.unlink()
 
 
 def watch(folders: Sequence[str | Path], seconds: int, **options: Any) -> None:

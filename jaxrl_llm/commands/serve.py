@@ -32,6 +32,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.commands.export import checkpoint_model, config_of
 from jaxrl_llm.commands.generate import MODEL
 from jaxrl_llm.config import ConfigError, from_json
+from jaxrl_llm.config.files import read_json
 from jaxrl_llm.config.flags import load_options, positional
 from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.config.wording import amount
@@ -39,7 +40,6 @@ from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.adapters.lora import has_adapters, merge
-from jaxrl_llm.models.files.safetensors import read_json
 from jaxrl_llm.models.files.weight_versions import LocalCheckpoint
 from jaxrl_llm.models.model import Model, check_tokenizer, compute_dtype, load_adapter, load_model
 from jaxrl_llm.models.net import Net, Params, restacked

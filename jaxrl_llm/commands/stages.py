@@ -15,13 +15,13 @@ from pathlib import Path
 import jax
 
 from jaxrl_llm.config import ConfigDict, ConfigError, flat, from_json, to_json, validate
+from jaxrl_llm.config.files import read_json, write_json
 from jaxrl_llm.config.flags import configured, find_config, load_options
 from jaxrl_llm.config.resolve import import_file, naming
 from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.overlap import overlap_collectives
-from jaxrl_llm.models.files.safetensors import read_json, write_json
 from jaxrl_llm.train import Result, train
 from jaxrl_llm.training.checkpoint.data_files import checksum
 from jaxrl_llm.training.checkpoint.manager import Checkpoints

@@ -43,14 +43,10 @@ def drawn(draw: random.Random) -> tuple[np.ndarray, dict[str, str]]:
     """An image `[24,24,3]` of numbers from 0 to 255, and the answer to each question about it."""
     colour, quadrant, count = draw.choice(list(COLOURS)), draw.randrange(4), draw.randint(1, 4)
     image = np.full((CELL * SIDE, CELL * SIDE, 3), 20.0)
+    y, x = np.mgrid[:CELL, :CELL] - (CELL - 1) / 2
+    square, disc = np.maximum(abs(x), abs(y)) < 2.5, x**2 + y**2 < 7
+    triangle = (y > -2.5) & (y < 2.5) & (abs(x) < (y + 3) / 2)
     for cell in draw.sample(range(4), count):
         row, column = (2 * (quadrant // 2) + cell // 2) * CELL, (2 * (quadrant % 2) + cell % 2) * CELL
-        image[row : row + CELL, column : column + CELL][_shape(draw)] = COLOURS[colour]
+        image[row : row + CELL, column : column + CELL][draw.choice((square, disc, triangle))] = COLOURS[colour]
     return image, {"colour": colour, "count": str(count), "where": QUADRANTS[quadrant]}
-
-
-def _shape(draw: random.Random) -> np.ndarray:
-    """The pixels `[CELL,CELL]` of a square, a disc or a triangle."""
-    y, x = np.mgrid[:CELL, :CELL] - (CELL - 1) / 2
-    kinds = (np.maximum(abs(x), abs(y)) < 2.5, x**2 + y**2 < 7, (y > -2.5) & (y < 2.5) & (abs(x) < (y + 3) / 2))
-    return draw.choice(kinds)

@@ -17,15 +17,15 @@ from jax.sharding import Mesh
 from jaxrl_llm.algorithms.batch import Images
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.entries import makes_up
+from jaxrl_llm.config.files import read_json
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.sharding import on_device, shardings
-from jaxrl_llm.models.adapters import lora, peft
+from jaxrl_llm.models.adapters import lora, lora_init, peft
 from jaxrl_llm.models.adapters.peft_patterns import ALIKE, AdapterPatterns, with_patterns
 from jaxrl_llm.models.families import family_for, family_of
 from jaxrl_llm.models.families.rotary import max_positions
 from jaxrl_llm.models.files import hf, safetensors
-from jaxrl_llm.models.files.safetensors import read_json
 from jaxrl_llm.models.kernels.fused_attention import has_flash, is_before_ampere
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net, Params, restacked
@@ -37,7 +37,8 @@ from jaxrl_llm.models.transformer import segment_positions
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A loaded model; calling it gives logits."""
+    """A loaded model: its net, its parameters, and what came with them. `model(tokens, segments, positions)` gives
+    logits."""
 
     net: Net
     params: Params
@@ -343,7 +344,7 @@ def add_adapters(
     modules_to_save: Iterable[str] = (),
     patterns: AdapterPatterns = ALIKE,
 ) -> Model:
-    """The model with new adapters, as `lora.started` has them start: what it computes stays the same, bit for bit,
+    """The model with new adapters, as `lora_init.started` has them start: what it computes stays the same, bit for bit,
     with `orthogonal` up to rounding, and not with `random`.
 
     The arrays of the model are shared, not copied, unless `patterns` tell layers apart that it has stacked; a score
@@ -372,7 +373,7 @@ def add_adapters(
     def drawn(key, params: Params) -> Params:
         params = lora.combine(params, lora.adapters_of(net.init(key)))
         if config.init != "kaiming" and not makes_up(config.init):
-            params = lora.started(params, shape, jax.random.fold_in(key, 1), net.config.quantize)
+            params = lora_init.started(params, shape, jax.random.fold_in(key, 1), net.config.quantize)
         return lora.adapters_of(lora.with_magnitudes(params) if config.dora else params)
 
     read = config.dora or config.subtracts
@@ -388,7 +389,7 @@ def make_up(
     revision: str | None = None,
     entries: Mapping[str, Any] | None = None,
 ) -> Model:
-    """The model, which has adapters on quantised matrices, with those of `lora.made_up`, of the matrices of its files.
+    """The model, which has adapters on quantised matrices, with those that `lora_init.made_up` makes of its files.
 
     `revision` and `entries` are those that the model was loaded with.
     """
@@ -397,7 +398,7 @@ def make_up(
     assert model.path is not None  # as of a model that was read from files
     folder = hf.locate(model.path, allow_pickle, revision=revision)
     with hf.opened_kernels(folder, model.net, allow_pickle, entries) as original:
-        params = lora.made_up(model.params, config.lora, key, config.quantize, original)
+        params = lora_init.made_up(model.params, config.lora, key, config.quantize, original)
     shapes, adapters = lora.adapters_of(model.net.shapes()), lora.adapters_of(params)
     placed = adapters if model.mesh is None else jax.device_put(adapters, shardings(shapes, model.mesh))
     return dataclasses.replace(model, params=lora.combine(model.params, placed))
@@ -457,7 +458,7 @@ def compute_dtype(dtype: str) -> str:
 
 
 def check_loaded(model: Any, function: str) -> None:
-    """Raises ConfigError for a path in the place of a model."""
+    """Raises ConfigError, which names the `function`, for a path where it takes a loaded model."""
     if isinstance(model, str | os.PathLike):
         raise ConfigError(f"{function} takes a model, not {model!r}: load it first, jaxrl_llm.load_model({model!r})")
 

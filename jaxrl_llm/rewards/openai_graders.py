@@ -181,18 +181,8 @@ def _filled(templates: Sequence[str], sample: Sample, name: str) -> list[str] | 
 
     Raises RewardError for a column that the row does not have.
     """
-    values, lacks = {"item": sample.columns, "sample": openai_sample(sample)}, set[str]()
-    texts = [_filled_one(template, values, name, lacks) for template in templates]
-    if lacks:
-        return None if "item" in lacks else 0.0
-    return texts
-
-
-def _filled_one(template: str, values: Mapping[str, Any], name: str, lacks: set[str]) -> str:
-    """The template with its variables; `lacks` gets the name of a value that does not have one, or has a null there.
-
-    Raises RewardError for a key that the item does not have.
-    """
+    values: dict[str, Any] = {"item": sample.columns, "sample": openai_sample(sample)}
+    lacks = set[str]()
 
     def value(match: re.Match[str]) -> str:
         found = values[match[1]]
@@ -211,7 +201,10 @@ def _filled_one(template: str, values: Mapping[str, Any], name: str, lacks: set[
             lacks.add(match[1])
         return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
 
-    return VARIABLE.sub(value, template)
+    texts = [VARIABLE.sub(value, template) for template in templates]
+    if lacks:
+        return None if "item" in lacks else 0.0
+    return texts
 
 
 def _python(spec: Mapping[str, Any], name: str) -> Grade:

@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 
 from jaxrl_llm.algorithms.advantages import combine_rewards
 from jaxrl_llm.algorithms.random_streams import REFERENCE_SAMPLES
+from jaxrl_llm.config.files import replaced
 from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data.scored_prompts import SCORES, ScoredPrompts
 from jaxrl_llm.data.tokenize import PIXELS
@@ -81,16 +82,13 @@ class FirstStage:
         if jax.process_index():
             return ""
         path, left = self.folder / FILE, ("prompt_ids", PIXELS)
-        unfinished = path.with_name(f".{FILE}.part")
         try:
-            with unfinished.open("w", encoding="utf-8") as file:
+            with replaced(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
                 for row, own in zip(self.prompts.examples, scores.tolist(), strict=True):
                     columns = {name: value for name, value in row.items() if name not in left}
                     columns[SCORES] = [None if math.isnan(score) else score for score in own]
                     file.write(json.dumps(columns, ensure_ascii=False) + "\n")
-            unfinished.replace(path)
         except (OSError, TypeError, ValueError) as error:  # a full disk, or rows of what JSON does not hold
-            unfinished.unlink(missing_ok=True)
             return f"; they could not be written to {path}: {error}"
         return f"; {path} has the rows with their scores"
 

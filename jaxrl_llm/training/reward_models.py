@@ -376,7 +376,11 @@ def path_and_options(spec: str) -> tuple[type[RewardModel], str, dict[str, Any]]
     """The kind, the path and the options of the reward model that a reward names, or None for another reward."""
     named = next((kind for kind in KINDS if spec.startswith(kind.prefix)), None)
     path, options = split_options(spec.removeprefix("" if named is None else named.prefix))
-    return (named or RewardModel, path, options) if named is not None or _is_bare_path(path) else None
+    # No function is named like a hub id, or like the folder of a model.
+    is_hub_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path) and not path.endswith(".py")
+    if named is None and not is_hub_id and not (os.sep in path and (Path(path).expanduser() / "config.json").is_file()):
+        return None
+    return named or RewardModel, path, options
 
 
 def right_label(hf: Mapping[str, Any], name: str) -> int:
@@ -411,13 +415,6 @@ def offloaded(model: Model) -> Model:
             "(pinned_host): leave it out"
         )
     return dataclasses.replace(model, params=on_host(model.params))
-
-
-def _is_bare_path(path: str) -> bool:
-    """True for a hub id and for the folder of a model, which no function is named like."""
-    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path) and not path.endswith(".py")) or (
-        os.sep in path and (Path(path).expanduser() / "config.json").is_file()
-    )
 
 
 def row_width(longest: int) -> int:

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 import jaxrl_llm
 from jaxrl_llm.commands.serve import load_served
 from jaxrl_llm.config import ConfigError, to_json
+from jaxrl_llm.config.files import write_json
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.data.named_templates import with_chat_template
 from jaxrl_llm.distributed.sharding import make_mesh
@@ -136,7 +137,7 @@ def test_a_checkpoint_of_another_model(tiny_run, tmp_path):
     other = jaxrl_llm.load_model("embedded:sort", init_key=jax.random.key(0))
     hf = {**other.hf_config, "hidden_size": 48, "head_dim": 12, "intermediate_size": 64}
     (tmp_path / "other").mkdir()
-    importlib.import_module("jaxrl_llm.models.files.safetensors").write_json(tmp_path / "other" / "config.json", hf)
+    write_json(tmp_path / "other" / "config.json", hf)
     other.tokenizer.save_pretrained(tmp_path / "other")
     (tmp_path / "config.json").write_text(config.replace("embedded:sort", str(tmp_path / "other")))
     with pytest.raises(ConfigError, match=r"params/embed/weight is \[320, 96\] there, and is \[320, 48\] here"):

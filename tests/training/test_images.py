@@ -12,12 +12,12 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.algorithms.batch import Batch, Images, Inputs
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.files import write_json
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.data import shapes, tasks
 from jaxrl_llm.distributed.sharding import make_mesh, rows_to_global
 from jaxrl_llm.models.adapters.lora import split
 from jaxrl_llm.models.files import hf
-from jaxrl_llm.models.files.safetensors import write_json
 from jaxrl_llm.models.model import describe
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig

@@ -28,14 +28,10 @@ def check_rewards(config: ConfigDict, online: bool) -> Iterator[str]:
             valid = False
         if not valid:
             yield f"rewards.on_timeout is {rewards.on_timeout!r}, but it takes stop, none or a number"
-    if online and not rewards.functions:
-        yield from _without_rewards(config)
-
-
-def _without_rewards(config: ConfigDict) -> Iterator[str]:
-    """Messages for an online algorithm without a reward function; only a teacher can take the place of one."""
+    if not online or rewards.functions:
+        return
     algorithm = config.algorithm
-    if config.teacher.path is None:
+    if config.teacher.path is None:  # which alone can take the place of a reward function
         yield (
             f"rewards.functions is empty, but algorithm.name = {algorithm.name!r} needs one or more, or a teacher "
             "(teacher.path)"

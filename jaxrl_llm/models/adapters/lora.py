@@ -11,16 +11,16 @@ of the one tensor in which transformers has them, which PEFT adapts (`target_par
 Modules that are trained whole beside the adapters (PEFT's modules_to_save), and biases, stay as they are in the tree;
 their trained copies are under `saved`, at the same paths, and the net computes with those.
 
-Adapters may start from the matrices they are beside (PiSSA, OLoRA), from A0 and B0. The map then computes
-`x W + scale (dropout(x) A B - x A0 B0)`, in which W - scale A0 B0 is what stays of the matrix: A0 and B0 are frozen
-beside it, `start_a` and `start_b`, so that W is what it was, for the reference policy and for whoever reads it again.
+Adapters may start from the matrices they are beside (PiSSA, OLoRA: lora_init.py), from A0 and B0. The map then
+computes `x W + scale (dropout(x) A B - x A0 B0)`, in which W - scale A0 B0 is what stays of the matrix: A0 and B0 are
+frozen beside it, `start_a` and `start_b`, so that W is what it was, for the reference policy and for whoever reads it
+again.
 
 The parameters decide what a net computes: without adapters it is the base model, and dropout is where `with_dropout`
 has put keys.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 import re
@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.entries import makes_up, starts_from_matrices
@@ -37,6 +36,7 @@ from jaxrl_llm.config.resolve import closest
 from jaxrl_llm.models.quantize import as_matrix
 
 Params = dict[str, Any]
+Path = tuple[str, ...]  # of a leaf, or of a part of the parameters
 
 # The linear maps of a layer, and what Hugging Face calls them. Heads and embeddings have no adapters.
 HF_NAMES = {
@@ -86,9 +86,9 @@ class LoraConfig:
     targets: tuple[str, ...] = TARGETS
     rslora: bool = False
     dora: bool = False
-    init: str = "kaiming"  # see `started`
+    init: str = "kaiming"  # see `lora_init.started`
     bias: str = "none"  # which biases are trained too: "all", or those of maps with an adapter, "lora_only"
-    saved: tuple[str, ...] = ()  # paths of the parameters that are trained whole, see `peft.with_modules`
+    saved: tuple[str, ...] = ()  # paths of the parameters that are trained whole, see `peft_modules.with_modules`
     # The adapters of each group of layers (`ModelConfig.layer_groups`), see peft_patterns.py; (): of all targets, with
     # this rank and this alpha.
     groups: tuple[tuple[Adapted, ...], ...] = ()
@@ -175,125 +175,13 @@ def init_a(key, *shape: int) -> jax.Array:
     return jax.random.uniform(key, shape, jnp.float32, -1.0, 1.0) / math.sqrt(shape[-2])
 
 
-def started(params: Params, config: LoraConfig, key: jax.Array, quantized: str = "none") -> Params:
-    """The parameters with adapters as `config.init`, one of PEFT's `init_lora_weights`, has them start.
+def map_adapted(params: Params, change: Callable[[Params, Path], Params], path: Path = ()) -> Params:
+    """The parameters in which `change` has replaced those of each linear map with an adapter, given them and its path.
 
-    W `[in, out]` is the matrix of the map, `U S V'` its singular value decomposition, s the scale, r the rank:
-
-        gaussian       A normal with deviation 1/r, B zero
-        orthogonal     A = N1 Q1 / 10, B = Q2' N2 / 10 of normal N1 `[in, r/2]`, N2 `[r/2, out]`, and the odd and even
-                       rows Q1, Q2 of an orthogonal matrix: A B = 0
-        random         A as for kaiming, B uniform between +-1/sqrt(r): PEFT's False
-        pissa          A = U_r sqrt(S_r / s), B = sqrt(S_r / s) V_r', the r largest (arXiv 2404.02948)
-        pissa_niter_N  likewise, by a random projection and N power iterations (arXiv 0909.4061)
-        olora          B = Q_r', A = W Q_r of W' = Q R (arXiv 2406.01775)
-
-    The last three have `start_a` and `start_b` too. All are computed in fp32, of each layer by itself. `quantized` is
-    the kind of the kernels in few bits. Raises ConfigError for a rank above the matrix' own.
+    Maps are visited in the order of the tree. The adapter of both gate and up of experts counts as one, without kernel.
     """
-    count = itertools.count()
-
-    def visit(tree: Params, path: tuple[str, ...] = ()) -> Params:
-        found = {name: visit(x, (*path, name)) if isinstance(x, dict) else x for name, x in tree.items()}
-        if "lora_a" not in tree:
-            return found
-        own, own_key = config.at(path), jax.random.fold_in(key, next(count))
-        assert own is not None
-        a, b = tree["lora_a"], tree["lora_b"]
-        if not own.subtracts:
-            drawn = _drawn(own, own_key, a, b)
-            return {**found, "lora_a": drawn[0], "lora_b": drawn[1]}
-        _check_rank(own, a, b, path)
-
-        def of_layer(layer):
-            return _leading(own, layer[0], as_matrix(layer[1], quantized, jnp.float32))
-
-        keys = jax.random.split(own_key, a.shape[:-2])
-        # One layer at a time: a decomposition is as large as its matrix, twice.
-        a, b = jax.lax.map(of_layer, (keys, tree["kernel"])) if a.ndim > 2 else of_layer((keys, tree["kernel"]))
-        return {**found, "lora_a": a, "lora_b": b, "start_a": a, "start_b": b}
-
-    return visit(params)
-
-
-def made_up(
-    params: Params,
-    config: LoraConfig,
-    key: jax.Array,
-    quantized: str,
-    original: Callable[[str, int | None], np.ndarray],
-) -> Params:
-    """The parameters with adapters that make up for what the kernels lost in few bits (LoftQ, arXiv 2310.08659).
-
-    Of W `[in, out]`, which `original` returns of a kernel by its path and its layer, and of Q, which is kept: s A B is
-    the matrix of rank r that is nearest to W - Q. That is the first round of the paper's alternation, as PEFT's
-    `replace_lora_weights_loftq` has it for s = 1: every reader of the quantised model has the same Q. `quantized` is
-    the kind of Q. Raises ConfigError for a rank above the matrix' own.
-    """
-    count = itertools.count()
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def of_layer(own: LoraConfig, key, kernel, layer, matrix):
-        stored = kernel if layer is None else jax.tree.map(lambda x: x[layer], kernel)
-        return _leading(own, key, matrix - as_matrix(stored, quantized, jnp.float32))
-
-    def visit(tree: Params, path: tuple[str, ...] = ()) -> Params:
-        found = {name: visit(x, (*path, name)) if isinstance(x, dict) else x for name, x in tree.items()}
-        if "lora_a" not in tree or not isinstance(tree["kernel"], dict):
-            return found
-        own, own_key = config.at(path), jax.random.fold_in(key, next(count))
-        assert own is not None
-        _check_rank(own, tree["lora_a"], tree["lora_b"], path)
-        shape = dataclasses.replace(own, init=own.init.replace("loftq", "pissa"))
-        name, stacked = "/".join((*path, "kernel")), tree["lora_a"].ndim > 2
-        factors = [
-            of_layer(shape, jax.random.fold_in(own_key, i or 0), tree["kernel"], i, original(name, i))
-            for i in (range(len(tree["lora_a"])) if stacked else (None,))
-        ]
-        a, b = map(jnp.stack, zip(*factors, strict=True)) if stacked else factors[0]
-        return {**found, "lora_a": a, "lora_b": b}
-
-    return visit(params)
-
-
-def _check_rank(config: LoraConfig, a, b, path: Sequence[str]) -> None:
-    """Raises ConfigError for an adapter of a higher rank than the matrix that it starts from."""
-    if config.rank > (most := min(a.shape[-2], b.shape[-1])):
-        raise ConfigError(
-            f"lora.init is {config.init} and the rank {config.rank}, but {'/'.join(path)} has a matrix of "
-            f"{a.shape[-2]} x {b.shape[-1]}, of no higher rank than {most}: set a smaller rank, or leave it out of "
-            "lora.targets"
-        )
-
-
-def _drawn(config: LoraConfig, key, a, b) -> tuple[jax.Array, jax.Array]:
-    """The factors that `started` draws in place of A and B, of their shapes."""
-    rank, keys = config.rank, jax.random.split(key, 3)
-    if config.init == "gaussian":
-        return jax.random.normal(key, a.shape) / rank, jnp.zeros_like(b)
-    if config.init == "random":
-        return a, jax.random.uniform(key, b.shape, minval=-1.0, maxval=1.0) / math.sqrt(rank)
-    q = jnp.linalg.qr(jax.random.normal(keys[0], (*a.shape[:-2], rank, rank)))[0]
-    left = jax.random.normal(keys[1], (*a.shape[:-1], rank // 2))
-    right = jax.random.normal(keys[2], (*b.shape[:-2], rank // 2, b.shape[-1]))
-    return left @ q[..., 0::2, :] / 10, jnp.swapaxes(q[..., 1::2, :], -1, -2) @ right / 10
-
-
-@jax.default_matmul_precision("highest")
-def _leading(config: LoraConfig, key, matrix) -> tuple[jax.Array, jax.Array]:
-    """The factors `[in, r]` and `[r, out]` with which `started` has pissa and olora start, of a matrix `[in, out]`."""
-    rank = config.rank
-    if config.init == "olora":  # of Q the first columns follow from those of W' alone
-        q = jnp.linalg.qr(matrix[:rank].T)[0]
-        return matrix @ q, q.T
-    basis, iterations = None, config.init.removeprefix("pissa_niter_")
-    if iterations != config.init:
-        basis = jnp.linalg.qr(matrix @ jax.random.normal(key, (matrix.shape[1], rank)))[0]
-        for _ in range(int(iterations)):
-            basis = jnp.linalg.qr(matrix @ jnp.linalg.qr(matrix.T @ basis)[0])[0]
-    u, s, v = jnp.linalg.svd(matrix if basis is None else basis.T @ matrix, full_matrices=False)
-    root = jnp.sqrt(s[:rank] / config.scale)
-    return (u if basis is None else basis @ u)[:, :rank] * root, root[:, None] * v[:rank]
+    found = {name: map_adapted(x, change, (*path, name)) if isinstance(x, dict) else x for name, x in params.items()}
+    return change(found, path) if "lora_a" in found else found
 
 
 def plain_adapters(params: Params, config: LoraConfig) -> tuple[Params, LoraConfig]:
@@ -305,17 +193,15 @@ def plain_adapters(params: Params, config: LoraConfig) -> tuple[Params, LoraConf
     if not config.subtracts:
         return params, config
 
-    def visit(tree: Params) -> Params:
-        found = {name: visit(x) if isinstance(x, dict) else x for name, x in tree.items() if name not in START}
-        if "start_a" in tree:
-            found["lora_a"] = jnp.concatenate([tree["lora_a"], tree["start_a"]], axis=-1)
-            found["lora_b"] = jnp.concatenate([tree["lora_b"], -tree["start_b"]], axis=-2)
-        return found
+    def plain(linear: Params, _) -> Params:
+        a, b, a0, b0 = (linear[name] for name in ("lora_a", "lora_b", *START))
+        factors = {"lora_a": jnp.concatenate([a, a0], axis=-1), "lora_b": jnp.concatenate([b, -b0], axis=-2)}
+        return {name: x for name, x in linear.items() if name not in START} | factors
 
     factor = math.sqrt(2) if config.rslora else 2
     groups = tuple(tuple(x._replace(rank=2 * x.rank, alpha=factor * x.alpha) for x in group) for group in config.groups)
     shape = {"rank": 2 * config.rank, "alpha": factor * config.alpha, "groups": groups, "init": "kaiming"}
-    return visit(params), dataclasses.replace(config, **shape)
+    return map_adapted(params, plain), dataclasses.replace(config, **shape)
 
 
 def dropped(x, config: LoraConfig, key_data=None) -> jax.Array:
@@ -375,20 +261,16 @@ def _holds(params: Params, name: str) -> bool:
 def split(params: Params, frozen: tuple[str, ...] = ()) -> tuple[Params, Params]:
     """The frozen and the trainable parameters: of a model with adapters those, whole modules and a score head are
     trainable; of another one all but what is `frozen` (`ModelConfig.frozen`)."""
-    if has_adapters(params):
-        return _select(params, lambda path: not _is_trainable(path)), _select(params, _is_trainable)
-    if not frozen:
+    adapted, kept = has_adapters(params), set(frozen)
+    if not adapted and not kept:
         return {}, params
-    parts = set(frozen)
 
-    def is_frozen(path: tuple[Any, ...]) -> bool:
-        return path[0] in parts or "/".join(path) in parts
+    def is_trainable(path: Path) -> bool:
+        if adapted:
+            return path[-1] in ADAPTER or path[0] in ("score", SAVED)
+        return path[0] not in kept and "/".join(path) not in kept
 
-    return _select(params, is_frozen), _select(params, lambda path: not is_frozen(path))
-
-
-def _is_trainable(path: tuple[Any, ...]) -> bool:
-    return path[-1] in ADAPTER or path[0] in ("score", SAVED)
+    return _select(params, lambda path: not is_trainable(path)), _select(params, is_trainable)
 
 
 def with_saved(params: Params, config: LoraConfig | None) -> Params:
@@ -413,11 +295,12 @@ def overlaid(params: Params) -> Params:
 
 def with_magnitudes(params: Params) -> Params:
     """The parameters with each `lora_m` as it starts: the column lengths of its kernel, so that nothing is rescaled."""
-    found = {name: with_magnitudes(value) if isinstance(value, dict) else value for name, value in params.items()}
-    return {**found, "lora_m": column_norms(params["kernel"])} if "lora_m" in params else found
+    return map_adapted(
+        params, lambda linear, _: linear | ({"lora_m": column_norms(linear["kernel"])} if "lora_m" in linear else {})
+    )
 
 
-def _select(tree: Params, wanted: Callable[[tuple[Any, ...]], bool], path: tuple[Any, ...] = ()) -> Params:
+def _select(tree: Params, wanted: Callable[[Path], bool], path: Path = ()) -> Params:
     """The nested dict of the leaves whose paths are wanted, without empty dicts."""
     found = {}
     for name, value in tree.items():
@@ -465,14 +348,11 @@ def with_dropout(params: Params, key) -> Params:
     """The parameters with a key of dropout in every adapter, one for each layer; for a net whose LoraConfig drops."""
     count = itertools.count()
 
-    def visit(tree: Params) -> Params:
-        found = {name: visit(value) if isinstance(value, dict) else value for name, value in tree.items()}
-        if "lora_a" in tree:
-            adapter_key = jax.random.fold_in(key, next(count))
-            found["lora_key"] = jax.random.bits(adapter_key, (*tree["lora_a"].shape[:-2], 2), jnp.uint32)
-        return found
+    def drop(linear: Params, _) -> Params:
+        adapter_key = jax.random.fold_in(key, next(count))
+        return {**linear, "lora_key": jax.random.bits(adapter_key, (*linear["lora_a"].shape[:-2], 2), jnp.uint32)}
 
-    return visit(params)
+    return map_adapted(params, drop)
 
 
 def with_shared(params: Params) -> Params:
@@ -508,7 +388,7 @@ def merged_kernel(linear: Params, lora: LoraConfig | None, quantized: str = "non
     return matrix if isinstance(kernel, dict) else matrix.astype(kernel.dtype)
 
 
-def merge(params: Params, lora: LoraConfig | None, path: tuple[str, ...] = ()) -> Params:
+def merge(params: Params, lora: LoraConfig | None, path: Path = ()) -> Params:
     """The parameters without adapters, in which kernels W became W + scale A B; those on quantised kernels stay.
 
     Modules that were trained whole take the place of those they started from. `path` is that of `params` in those of

@@ -1,11 +1,10 @@
 """Adapters as files: the folders of Hugging Face PEFT, `adapter_config.json` and `adapter_model.safetensors`."""
 
 import contextlib
-import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.resolve import closest
+from jaxrl_llm.config.files import read_json, write_json
 from jaxrl_llm.distributed.sharding import gathered, path_name, shardings
 from jaxrl_llm.models.adapters import peft_experts
 from jaxrl_llm.models.adapters.lora import (
@@ -32,6 +31,16 @@ from jaxrl_llm.models.adapters.lora import (
     plain_adapters,
     split,
 )
+from jaxrl_llm.models.adapters.peft_modules import (
+    BIAS,
+    HEADS,
+    LM_HEAD,
+    embedding_of,
+    is_tied,
+    modules_of,
+    saved_modules,
+    with_modules,
+)
 from jaxrl_llm.models.adapters.peft_patterns import fitting, with_adapters
 from jaxrl_llm.models.files import remote, safetensors
 from jaxrl_llm.models.net import Net
@@ -41,10 +50,8 @@ TENSORS = "adapter_model.safetensors"
 PREFIX, FACTOR_A = "base_model.model.", ".lora_A.weight"
 # In the names of modules of a vision part.
 VISION = re.compile(r"\.(vision_model|vision_tower|vision_encoder|visual|embed_vision)\.")
-LM_HEAD = "lm_head"
 TIES = "ensure_weight_tying"
-BIAS, OF_ADAPTED = ".bias", ".base_layer.bias"  # ends of names, of which modules with an adapter have the latter
-HEADS = ("score", "classifier")  # PEFT names both for models with a score or step head
+OF_ADAPTED = ".base_layer.bias"  # the end of the name of a bias beside an adapter
 TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS", "step": "TOKEN_CLS"}
 # Entries of adapter_config.json, and the values with which the adapter is what `lora.delta` computes.
 PLAIN: dict[str, tuple[Any, ...]] = {
@@ -148,7 +155,7 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
     and for one that is more than a LoRA on linear maps of the layers and on experts.
     """
     folder = _located(folder)
-    entries = safetensors.read_json(folder / CONFIG)
+    entries = read_json(folder / CONFIG)
     if entries is None:
         raise ConfigError(f"{folder} has no {CONFIG}: it is not the folder of a PEFT adapter")
     for name, plain in PLAIN.items():
@@ -199,82 +206,6 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
     )  # fmt: skip
 
 
-def with_modules(net: Net, family, names: Iterable[str], key: str) -> Net:
-    """The net, which has adapters, with the modules trained whole that PEFT's `modules_to_save` names, and the biases.
-
-    A name is the end of those of its modules, as in PEFT: `embed_tokens`, `lm_head`, `model.norm`, and `norm` for every
-    norm. Where the head is the embedding either name means both; without a language-model head `lm_head` means nothing.
-    Raises ConfigError, with `key` for what names them, for modules that have no parameters of their own, that are
-    experts or quantised, or that have adapters, and for biases that files have as one with others.
-    """
-    lora, scores = net.config.lora, net.config.head != "lm"
-    assert lora is not None
-    modules = _modules(net, family)
-    quantized, adapted = (
-        safetensors.quantized_kernels(net, None),
-        {word for word, name in MODULES.items() if name in lora.targets},
-    )
-    barred = {
-        module
-        for module, tensors in modules.items()
-        if module.split(".")[-1] in (*adapted, *HEADS)
-        or any(x.expert is not None or x.full_shape != x.shape or x.leaf in quantized for x in tensors)
-    }
-    found = set[str]()
-    for name in names:
-        if scores and name in (*HEADS, LM_HEAD):
-            continue
-        meant = _embedding(modules) if name == LM_HEAD and net.config.tie_embeddings else name
-        matching = {module for module in modules if module.endswith(meant)}
-        if not matching or matching & barred:
-            known = sorted({module.split(".")[-1] for module in modules.keys() - barred})
-            raise ConfigError(
-                f"{key} names {name!r}, but the modules of this model that can be trained whole beside its adapters "
-                f"are {', '.join(known)}; the closest is {closest(name, known)}"
-            )
-        found |= {tensor.leaf for module in matching for tensor in modules[module]}
-    found |= _biases(net, modules)
-    return net.with_lora(dataclasses.replace(lora, saved=tuple(sorted(found))))
-
-
-def _modules(net: Net, family) -> dict[str, list[safetensors.Stored]]:
-    """The tensors of each module of the family that has parameters, by its name."""
-    modules: dict[str, list[safetensors.Stored]] = {}
-    for tensor in safetensors.named_as_modules(net, family):
-        modules.setdefault(tensor.name.rpartition(".")[0], []).append(tensor)
-    return modules
-
-
-def _biases(net: Net, modules: Mapping[str, list[safetensors.Stored]]) -> set[str]:
-    """The paths of the biases that are trained beside the adapters, as PEFT's `bias` says; those of heads aside."""
-    kind = net.config.lora.bias if net.config.lora is not None else "none"
-    if kind == "none":
-        return set()
-    adapted = {path_name(path[:-1]) for path, _ in jax.tree_util.tree_leaves_with_path(adapters_of(net.shapes()))}
-    biases = {
-        x.leaf: x
-        for tensors in modules.values()
-        for x in tensors
-        if x.name.endswith(BIAS) and not x.leaf.startswith("score/") and x.leaf not in net.config.frozen_leaves
-    }
-    if kind == "lora_only":
-        biases = {leaf: x for leaf, x in biases.items() if leaf.rpartition("/")[0] in adapted}
-    if not biases:
-        such = " of such maps" if kind == "lora_only" else ""
-        raise ConfigError(f"lora.bias is {kind}, but this model has no biases{such}: set it to none")
-    if joint := [x.name for x in biases.values() if x.full_shape != x.shape]:
-        raise ConfigError(
-            f"lora.bias is {kind}, but files have {joint[0]} as one with others: set it to none, or name modules in "
-            "lora.modules_to_save"
-        )
-    return set(biases)
-
-
-def _embedding(modules: Mapping[str, list[safetensors.Stored]]) -> str:
-    """The name of the module that is the embedding."""
-    return next(name for name, tensors in modules.items() if tensors[0].leaf == "embed/weight")
-
-
 def with_adapter_modules(net: Net, family, folder: str | os.PathLike[str]) -> Net:
     """The net with adapters on the modules that the PEFT folder of its adapter names, and those that it trains whole.
 
@@ -296,12 +227,6 @@ def _apart(found: str) -> ConfigError:
     )
 
 
-def is_tied(net: Net) -> bool:
-    """True when a module that is trained whole is the embedding of a model whose head is that too."""
-    lora = net.config.lora
-    return lora is not None and net.config.tie_embeddings and net.config.head == "lm" and "embed/weight" in lora.saved
-
-
 def read(folder: str | os.PathLike[str], net: Net, family, mesh: Mesh | None) -> Params:
     """The adapters in a PEFT folder, and its score head if it has one, as parameters of `net` sharded over `mesh`.
 
@@ -319,7 +244,7 @@ def read(folder: str | os.PathLike[str], net: Net, family, mesh: Mesh | None) ->
         wanted = {path: tensors for path, tensors in wanted.items() if not path.startswith("score/")}
     if is_tied(net):
         head = found.pop(f"{PREFIX}{LM_HEAD}.weight", None)
-        embedding = found.get(f"{PREFIX}{_embedding(_modules(net, family))}.weight")
+        embedding = found.get(f"{PREFIX}{embedding_of(modules_of(net, family))}.weight")
         if embedding is not None and (head is None or not np.array_equal(head, embedding)):
             # PEFT ties nothing where modules_to_save has neither of the names that it knows.
             raise _apart(f"{folder / TENSORS} holds no {LM_HEAD} that is its embedding: PEFT, with {TIES} too,")
@@ -392,13 +317,13 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None, revi
             alphas |= dict.fromkeys(modules, own.alpha) if own.alpha != lora.alpha else {}
         layers = zip(tensors.names, value if tensors.stacked else value[None], strict=True)
         arrays |= {name: np.ascontiguousarray(tensors.in_file(x)) for name, x in layers}
-    modules = _modules(net, family)
+    modules = modules_of(net, family)
     tied = {}
     if is_tied(net):  # PEFT reads the head beside the embedding that it is
-        arrays[f"{PREFIX}{LM_HEAD}.weight"] = arrays[f"{PREFIX}{_embedding(modules)}.weight"].copy()
+        arrays[f"{PREFIX}{LM_HEAD}.weight"] = arrays[f"{PREFIX}{embedding_of(modules)}.weight"].copy()
         tied = {TIES: True}
     factors = {name for name in arrays if name.endswith(FACTOR_A) and not peft_experts.FACTOR.search(name)}
-    saved = _saved_modules(modules, lora)
+    saved = saved_modules(modules, lora)
     if tied and "embed_tokens" not in saved:  # PEFT ties modules of these two names alone
         saved = [LM_HEAD, *saved]
     parameters = list(lora.experts)
@@ -430,19 +355,7 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None, revi
     }
     if jax.process_index() == 0:
         save_file(arrays, folder / TENSORS, metadata={"format": "pt"})
-        safetensors.write_json(folder / CONFIG, entries)
-
-
-def _saved_modules(modules: Mapping[str, Sequence[safetensors.Stored]], lora: LoraConfig) -> list[str]:
-    """The modules that are trained whole, each by its last word where no other module ends with that."""
-    whole = {
-        name
-        for name, tensors in modules.items()
-        if all(x.leaf in lora.saved or x.leaf.startswith("score/") for x in tensors)  # of others, biases alone
-    }
-    short = {name: HEADS[0] if name.startswith(f"{HEADS[0]}.") else name.split(".")[-1] for name in whole}
-    ambiguous = {word for word in short.values() if any(name.endswith(word) for name in modules.keys() - whole)}
-    return sorted({name if word in ambiguous else word for name, word in short.items()})
+        write_json(folder / CONFIG, entries)
 
 
 def _word(module: str) -> str:

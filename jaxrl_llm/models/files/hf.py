@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.files import read_json, write_json
 from jaxrl_llm.config.resolve import naming
 from jaxrl_llm.models.families import FAMILIES, family_for, family_of, llava, rotary
 from jaxrl_llm.models.families.decoder import DTYPES, LAYER, settings
@@ -66,7 +67,7 @@ def locate(
     url = remote.is_url(name)
     folder = remote.fetch(name, patterns, "model path") if url else Path(name).expanduser()
     if folder.is_dir():
-        entries = safetensors.read_json(folder / "config.json") or {}
+        entries = read_json(folder / "config.json") or {}
         if "output_dir" in entries and "model_type" not in entries:  # the record of a run, of the same name
             folders = (folder / "hf", *reversed(step_folders(folder).values()))
             here = next((x for x in folders if (x / "config.json").is_file()), None)
@@ -131,7 +132,7 @@ def read_config(folder: str | os.PathLike[str], entries: Mapping[str, Any] | Non
 
     Raises ConfigError when it is missing or no JSON object.
     """
-    config = safetensors.read_json(Path(folder) / "config.json")
+    config = read_json(Path(folder) / "config.json")
     if config is None:
         raise ConfigError(f"{folder} has no config.json: it is not a Hugging Face model folder.")
     config = text_part.entries_of(config)
@@ -226,8 +227,8 @@ def _is_generic_tokenizer(folder: Path) -> bool:
 
     For models of other types it may choose a class of theirs, whatever tokenizer_config.json says.
     """
-    settings = safetensors.read_json(folder / "tokenizer_config.json") or {}
-    model = safetensors.read_json(folder / "config.json") or {}
+    settings = read_json(folder / "tokenizer_config.json") or {}
+    model = read_json(folder / "config.json") or {}
     return (
         settings.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
         and model.get("model_type") in ("llama", "smollm3", "smolvlm", "idefics3")
@@ -335,9 +336,9 @@ def save(
     with replacing(folder) as partial:
         safetensors.write(partial, net, family, params, hf["dtype"], max_shard_bytes)
         if jax.process_index() == 0:
-            safetensors.write_json(partial / "config.json", hf)
+            write_json(partial / "config.json", hf)
             if generation is not None:
-                safetensors.write_json(partial / "generation_config.json", generation)
+                write_json(partial / "generation_config.json", generation)
             if tokenizer is not None:
                 tokenizer.save_pretrained(os.fspath(partial))
                 if net.config.vision is not None:
@@ -351,14 +352,14 @@ def _write_processor(tokenizer: Any, folder: Path) -> None:
         return
     settings = getattr(tokenizer, "image_settings", {})
     for name in PROCESSOR_FILES:
-        entries = safetensors.read_json(source / name)
+        entries = read_json(source / name)
         if entries is None:
             continue
         # Version 5 of transformers may write the image processor's entries among those of the whole.
         part = entries.get("image_processor") if name == "processor_config.json" else entries
         if settings and isinstance(part, dict):
             part.update(settings)
-            safetensors.write_json(folder / name, entries)
+            write_json(folder / name, entries)
         else:
             shutil.copyfile(source / name, folder / name)
 

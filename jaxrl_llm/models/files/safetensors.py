@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import functools
 import itertools
-import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.files import read_json, write_json
 from jaxrl_llm.distributed.sharding import gathered, parameter_spec, path_name, shardings
 from jaxrl_llm.models.adapters.lora import merged_kernel, overlaid, with_shared
 from jaxrl_llm.models.files import gptq, quantized
@@ -38,6 +38,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 ROWS = 4096  # of a head and an embedding that are compared, at a time
 CHUNK = 1 << 16  # numbers whose exponents are looked at, at a time: they stay in the processor's cache
+VERL_SHARDS = ("model_world_size_*", "../model_world_size_*", "actor/model_world_size_*")
 # Buffers that some checkpoints carry and the network computes itself, and layers for multi-token prediction.
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.embeddings\.position_ids$|^mtp\.|^model\.mtp_")
 
@@ -53,26 +54,6 @@ def _open_safetensors(file: Path):
 
 # The name of a single file, the name of the index of several, and the function that opens one.
 KINDS_OF_FILES = ((SINGLE, INDEX, _open_safetensors), (PICKLE, PICKLE_INDEX, PickleFile))
-
-
-def read_json(file: Path) -> dict[str, Any] | None:
-    """The JSON object in `file`, None where there is no such file; raises ConfigError for anything but an object."""
-    if not file.is_file():
-        return None
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file} must hold a JSON object, but holds a {type(value).__name__}.")
-    return value
-
-
-def write_json(file: Path, value: Any) -> None:
-    """Writes `value` as JSON: a kill, or a full disk, leaves a former file as it was."""
-    unfinished = file.with_name(f".{file.name}.part")
-    unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(file)
 
 
 class Stored(NamedTuple):
@@ -143,15 +124,12 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
         rows[key] = rows.get(key, 0) + (1 if tensor.every or not tensor.shape else tensor.shape[tensor.axis])
 
     def placed(tensor: Stored, count: int) -> Stored:
-        lead = [config.experts] if tensor.one_expert else []
         if not tensor.shape:
             return tensor
-        if tensor.every:
-            full = (*lead, *tensor.shape[:-1], count * tensor.shape[-1])
-            return tensor._replace(full_shape=full, every=count)
-        if tensor.axis:
-            return tensor._replace(full_shape=(*lead, *tensor.shape[:-1], count))
-        return tensor._replace(full_shape=(*lead, count, *tensor.shape[1:]))
+        full = list(tensor.shape)
+        full[-1 if tensor.every else tensor.axis] = count * full[-1] if tensor.every else count
+        lead = [config.experts] if tensor.one_expert else []
+        return tensor._replace(full_shape=(*lead, *full), every=count if tensor.every else 0)
 
     return [placed(tensor, rows[key]) for key, tensor in ranges]
 
@@ -161,9 +139,6 @@ def named_as_modules(net: Net, family) -> list[Stored]:
     if hasattr(family, "module_keys"):
         return stored_tensors(net, family, family.module_keys(net.config))
     return stored_tensors(net, family, getattr(family, "MODULE_KEYS", None))
-
-
-VERL_SHARDS = ("model_world_size_*", "../model_world_size_*", "actor/model_world_size_*")
 
 
 class Files:
@@ -356,7 +331,7 @@ def check_finite(x: np.ndarray, folder: Path, name: str) -> None:
 
 
 def some(names: list[str]) -> str:
-    """The first five names, and the number of the others."""
+    """The first five names and how many more there are, for an error message."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
@@ -446,33 +421,56 @@ def write(folder: Path, net: Net, family, params: Params, dtype: str, max_shard_
     `dtype` is that of the parameters, but of those that are fp32 in any net. Adapters are merged, and quantised kernels
     dequantised, one tensor at a time.
     """
-    leaves = _leaves(overlaid(params))
-    written = Net(dataclasses.replace(net.config, param_dtype=dtype))
-    shards = list(_shards(stored_tensors(written, family), max_shard_bytes))
+    leaves, whole = _leaves(overlaid(params)), _whole(net, family, dtype)
+    shards: list[list[list[Stored]]] = [[]]
+    size = 0
+    for parts in whole:  # one that is larger than a file may be has its own
+        if shards[-1] and size + _bytes(parts) > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(parts)
+        size += _bytes(parts)
+    count, weight_map = len(shards), dict[str, str]()
     for number, shard in enumerate(shards, start=1):
+        file = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
         arrays = {parts[0].name: _joined(parts, leaves, net) for parts in shard}
+        weight_map |= dict.fromkeys(arrays, file)
         if jax.process_index() == 0:
-            save_file(arrays, folder / _shard_name(number, len(shards)), metadata={"format": "pt"})
-    if len(shards) > 1 and jax.process_index() == 0:
-        whole = [(parts[0], number) for number, shard in enumerate(shards, start=1) for parts in shard]
-        size = sum(_bytes(tensor) for tensor, _ in whole)
-        weight_map = {tensor.name: _shard_name(number, len(shards)) for tensor, number in whole}
-        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+            save_file(arrays, folder / file, metadata={"format": "pt"})
+    if count > 1 and jax.process_index() == 0:
+        write_json(folder / INDEX, {"metadata": {"total_size": sum(map(_bytes, whole))}, "weight_map": weight_map})
 
 
 def file_tensors(net: Net, family, params: Params, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors that `write` writes, by name, one after another on the host; every process must take all of them."""
     leaves = _leaves(overlaid(params))
-    written = Net(dataclasses.replace(net.config, param_dtype=dtype))
-    for shard in _shards(stored_tensors(written, family), 0):
-        for parts in shard:
-            yield parts[0].name, _joined(parts, leaves, net)
+    for parts in _whole(net, family, dtype):
+        yield parts[0].name, _joined(parts, leaves, net)
+
+
+def _whole(net: Net, family, dtype: str) -> list[list[Stored]]:
+    """The tensors that are written, in the order of the network, each as its parts."""
+    whole: dict[str, list[Stored]] = {}
+    for tensor in stored_tensors(Net(dataclasses.replace(net.config, param_dtype=dtype)), family):
+        whole.setdefault(tensor.name, []).append(tensor)
+    return list(whole.values())
 
 
 def _joined(parts: list[Stored], leaves: Mapping[str, Any], net: Net) -> np.ndarray:
     """A tensor of the files from its parts: ranges of rows or columns, or numbers in turn, of each expert where it has
     all."""
-    arrays = [_gather(leaves[part.leaf], part, net) for part in parts]
+
+    def on_host(part: Stored) -> np.ndarray:
+        """One part, in the orientation and dtype of the files."""
+        x = jax.tree.map(lambda x: x[part.at], leaves[part.leaf])
+        if isinstance(x, dict):
+            lora = net.config.lora
+            x = merged_kernel(x, lora and lora.at(part.leaf.split("/")[:-1]), net.config.quantized_at(part.leaf))
+        x = gathered(x).astype(part.dtype)
+        x = x[None] if part.as_row else x
+        return np.asarray(x.T if part.transpose else x, order="C")
+
+    arrays = list(map(on_host, parts))
     stacked = parts[0].one_expert
     if stacked:  # the experts of a parameter are next to each other
         experts = parts[0].full_shape[0]
@@ -497,37 +495,5 @@ def _leaves(params: Params, path: str = "") -> dict[str, Any]:
     return found
 
 
-def _gather(leaf: Any, tensor: Stored, net: Net) -> np.ndarray:
-    """One tensor on the host, in the orientation and dtype of the files."""
-    x = jax.tree.map(lambda x: x[tensor.at], leaf)
-    if isinstance(x, dict):
-        lora = net.config.lora
-        x = merged_kernel(x, lora and lora.at(tensor.leaf.split("/")[:-1]), net.config.quantized_at(tensor.leaf))
-    x = gathered(x).astype(tensor.dtype)
-    x = x[None] if tensor.as_row else x
-    return np.asarray(x.T if tensor.transpose else x, order="C")
-
-
-def _shards(tensors: list[Stored], max_bytes: float) -> Iterator[list[list[Stored]]]:
-    """The tensors in order, each as its parts, in files of at most `max_bytes` (one larger tensor has its own)."""
-    shard: list[list[Stored]] = []
-    size = 0
-    whole: dict[str, list[Stored]] = {}
-    for tensor in tensors:
-        whole.setdefault(tensor.name, []).append(tensor)
-    for parts in whole.values():
-        bytes_ = _bytes(parts[0])
-        if shard and size + bytes_ > max_bytes:
-            yield shard
-            shard, size = [], 0
-        shard.append(parts)
-        size += bytes_
-    yield shard
-
-
-def _shard_name(number: int, count: int) -> str:
-    return SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-
-
-def _bytes(tensor: Stored) -> int:
-    return int(np.prod(tensor.full_shape)) * tensor.dtype.itemsize
+def _bytes(parts: list[Stored]) -> int:
+    return int(np.prod(parts[0].full_shape)) * parts[0].dtype.itemsize

@@ -27,11 +27,12 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.files import write_json
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.files.remote import is_url
-from jaxrl_llm.models.files.safetensors import INDEX, write_json
+from jaxrl_llm.models.files.safetensors import INDEX
 from jaxrl_llm.models.files.weight_changes import ENCODING, apply, changes
 from jaxrl_llm.models.model import Model, file_tensors, save_hf
 
@@ -44,7 +45,7 @@ class PatchError(ConfigError):
 
 
 class Place(NamedTuple):
-    """Where the bytes of a tensor are in its file."""
+    """Where the bytes of a tensor are: in which file, from which byte on, how many."""
 
     file: Path
     start: int

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.config import ConfigDict, ConfigError, default, eval_set, flat
+from jaxrl_llm.config.files import read_json, replaced
 from jaxrl_llm.config.schema import KEYS, OFFLINE
 from jaxrl_llm.config.version import __version__
 from jaxrl_llm.data.opening import evaluated_on
 from jaxrl_llm.models.adapters import peft
-from jaxrl_llm.models.files.safetensors import read_json
 from jaxrl_llm.tools.cards.clean import in_words, shareable
 from jaxrl_llm.tools.cards.curves import curves_svg
 from jaxrl_llm.tools.cards.hub import named
@@ -77,9 +77,8 @@ def write_card(
             shutil.copyfile(base.text, folder / "LICENSE")
         if svg:
             (folder / CURVES).write_text(svg, encoding="utf-8")
-        part = folder / f".{CARD}.part"
-        part.write_text(text, encoding="utf-8")
-        part.replace(folder / CARD)
+        with replaced(folder / CARD) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
             f"the model card could not be written to {folder}: {error}; the model itself is whole"

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 
 from jaxrl_llm.config import ConfigDict, ConfigError
+from jaxrl_llm.config.files import read_json, write_json
 from jaxrl_llm.config.secrets import HIDDEN
 from jaxrl_llm.config.version import __version__
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.models.files.hf import CRITIC, EXPORTED
-from jaxrl_llm.models.files.safetensors import read_json, write_json
 
 PUSHED = "pushed.json"  # in the folder of a run: the commit that it has pushed to each repository
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config import default, flat
+from jaxrl_llm.config.files import read_json
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.models.files.safetensors import read_json
 from jaxrl_llm.training.logging.metric_names import MetricNames
 from jaxrl_llm.training.logging.origin import read_starts
 from jaxrl_llm.training.logging.records import METRICS, read_metrics
@@ -58,7 +58,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[ReportedRun]:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths with which all differ."""
+    """The ends of the paths, of as few parts as make them all different, as names of runs."""
     for count in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-count:]) for path in paths]
         if len(set(names)) == len(names):

@@ -97,19 +97,15 @@ class _Piece:
         if name in ("prompt", "completion") and text.startswith('[{"role"'):
             with contextlib.suppress(ValueError, KeyError, TypeError):  # it only begins like a conversation
                 text = as_text(json.loads(text))
-        return self._texts.setdefault(_shortened(text, self._characters), len(self._texts))
+        if (left_out := len(text) - self._characters) > 0:
+            head = self._characters // 2
+            tail = text[head + left_out :]
+            text = f"{text[:head]}\n… {left_out:,} characters left out …\n{tail}"
+        return self._texts.setdefault(text, len(self._texts))
 
     def content(self) -> dict[str, Any]:
         columns, kinds = self._columns, {name: self._kinds.get(name, "number") for name in self._columns}
         return {"rows": self.rows, "run": self._runs, "texts": list(self._texts), "kinds": kinds, "columns": columns}
-
-
-def _shortened(text: str, limit: int) -> str:
-    if len(text) <= limit:
-        return text
-    head = limit // 2
-    tail = limit - head
-    return f"{text[:head]}\n… {len(text) - limit:,} characters left out …\n{text[len(text) - tail :]}"
 
 
 def _short(value: Any) -> float | None:

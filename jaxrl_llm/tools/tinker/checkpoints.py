@@ -18,12 +18,12 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.files import read_json, write_json
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.models.adapters.lora import LoraConfig
 from jaxrl_llm.models.adapters.peft import is_adapter
 from jaxrl_llm.models.files import hf
-from jaxrl_llm.models.files.safetensors import read_json, write_json
 from jaxrl_llm.models.model import Model, load_adapter, save_adapter, save_hf
 from jaxrl_llm.models.net import Params
 from jaxrl_llm.serving.errors import BadRequestError
@@ -37,7 +37,7 @@ INFO, MOMENTS = "checkpoint.json", "moments"  # a folder: vLLM reads every file 
 
 
 class Place(NamedTuple):
-    """Which checkpoint a path names."""
+    """The run, the kind and the name of a checkpoint, which its path names."""
 
     run: str
     kind: str
@@ -60,7 +60,7 @@ def place_of(path: Any) -> Place:
 
 
 class Store:
-    """Checkpoints in a folder, of one server at a time."""
+    """The checkpoints in a folder, `ROOT/RUN/KIND/NAME`, which one server at a time writes."""
 
     def __init__(self, root: Path, check: Callable[[], None] | None = None):
         """What a server that was killed left half written goes, and what it had moved away for that comes back.
@@ -174,7 +174,7 @@ class Store:
         return sorted(found, key=lambda each: each[1]["time"])
 
     def shown(self, place: Place, info: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint as clients read it."""
+        """What clients are told of a checkpoint, by the names of Tinker's API."""
         size = sum(file.stat().st_size for file in self._folder(place).rglob("*") if file.is_file())
         return {
             "checkpoint_id": f"{place.kind}/{place.name}", "checkpoint_type": KINDS[place.kind], "time": info["time"],

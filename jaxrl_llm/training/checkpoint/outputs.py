@@ -17,6 +17,7 @@ import optax
 from safetensors import SafetensorError
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.files import read_json, write_json
 from jaxrl_llm.config.schema import NEW
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.config.wording import amount
@@ -24,7 +25,6 @@ from jaxrl_llm.distributed import processes
 from jaxrl_llm.models.adapters import peft
 from jaxrl_llm.models.adapters.lora import has_adapters
 from jaxrl_llm.models.files import hf
-from jaxrl_llm.models.files.safetensors import read_json, write_json
 from jaxrl_llm.models.model import Model, has_peft_adapter, save_adapter, save_hf
 
 GIVEN = "given.json"

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxrl_llm.config import ConfigDict, ConfigError, flat, from_json, to_json, with_correction
 from jaxrl_llm.config.checks.values import reference_adapters
+from jaxrl_llm.config.files import replaced, write_json
 from jaxrl_llm.config.schema import BY_NAME, IDENTITY, OF_A_START
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.model import config_folder
@@ -64,15 +65,12 @@ def as_computed(config: ConfigDict, former: ConfigDict) -> ConfigDict:
     if config.lora.reference == "auto" != former.lora.reference:  # of an earlier version, whose default was base
         config.lora.reference = reference_adapters(config)
     kinds = config.model.quantize_experts, former.model.quantize_experts
-    if kinds == ("same", "none") and not _has_experts(config):
-        config.model.quantize_experts = "none"  # as in the record of an earlier version, which is all the same to it
+    if kinds == ("same", "none"):
+        c = config.model
+        register(c.register)
+        if not hf.load_net(config_folder(c.path, c.revision), model_entries(config)).config.experts:
+            c.quantize_experts = "none"  # as in the record of an earlier version, which is all the same to it
     return config
-
-
-def _has_experts(config: ConfigDict) -> bool:
-    c = config.model
-    register(c.register)
-    return hf.load_net(config_folder(c.path, c.revision), model_entries(config)).config.experts > 0
 
 
 def check_changes(folder: Path, changes: Changes, accepted: tuple[str, ...]) -> None:
@@ -133,15 +131,23 @@ def start_record(folder: Path, config: ConfigDict, changes: Changes, step: int |
     if step is None:
         shutil.rmtree(folder / HISTORY, ignore_errors=True)  # of a run that this one takes the place of
     elif changes:
-        lines = _keep_former(folder, changes, step)
+        (folder / HISTORY).mkdir(exist_ok=True)
+        taken = len(list((folder / HISTORY).glob(f"until_step_{step:05d}*.json")))
+        entries = {
+            "until_step": step,
+            "time": datetime.now().astimezone().isoformat(" ", "seconds"),
+            "changes": changes,
+            "config": json.loads((folder / CONFIG).read_text(encoding="utf-8")),
+        }
+        write_json(folder / HISTORY / f"until_step_{step:05d}{f'_{taken + 1}' if taken else ''}.json", entries)
+        lines = [f"changed after step {step}: {_words(name, change)}" for name, change in changes.items()]
     else:
         try:
             _recorded(folder)
         except ConfigError as error:
             lines = [f"{error}: whether the settings are those that the run had is not checked"]
-    unfinished = folder / f".{CONFIG}.part"
-    unfinished.write_text(to_json(config), encoding="utf-8")  # a kill, or a full disk, leaves the former one as it was
-    unfinished.replace(folder / CONFIG)
+    with replaced(folder / CONFIG) as unfinished:
+        unfinished.write_text(to_json(config), encoding="utf-8")
     return lines
 
 
@@ -151,20 +157,6 @@ def _recorded(folder: Path) -> ConfigDict:
         return from_json((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # the latter of bytes that are no text, too
         raise ConfigError(f"{folder / CONFIG} cannot be read ({error})") from error
-
-
-def _keep_former(folder: Path, changes: Changes, step: int) -> list[str]:
-    (folder / HISTORY).mkdir(exist_ok=True)
-    taken = len(list((folder / HISTORY).glob(f"until_step_{step:05d}*.json")))
-    file = folder / HISTORY / f"until_step_{step:05d}{f'_{taken + 1}' if taken else ''}.json"
-    entries = {
-        "until_step": step,
-        "time": datetime.now().astimezone().isoformat(" ", "seconds"),
-        "changes": changes,
-        "config": json.loads((folder / CONFIG).read_text(encoding="utf-8")),
-    }
-    file.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
-    return [f"changed after step {step}: {_words(name, change)}" for name, change in changes.items()]
 
 
 def _words(name: str, change: tuple[Any, Any]) -> str:

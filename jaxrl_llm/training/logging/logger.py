@@ -13,8 +13,8 @@ from typing import Any, Self
 import jax
 from rich.console import Console
 
+from jaxrl_llm.config.files import read_json
 from jaxrl_llm.config.wording import amount
-from jaxrl_llm.models.files.safetensors import read_json
 from jaxrl_llm.training.logging.backends import Identity
 from jaxrl_llm.training.logging.backends.delivery import Delivery, deliveries, table_of
 from jaxrl_llm.training.logging.console import Screen

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jaxlib
 
+from jaxrl_llm.config.files import write_json
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.config.version import __version__
-from jaxrl_llm.models.files.safetensors import write_json
 
 STARTS = "starts.json"
 

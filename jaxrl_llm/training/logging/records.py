@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.files import replaced
 from jaxrl_llm.environments.protocol import encodable
 
 METRICS = "metrics.jsonl"
@@ -74,7 +75,7 @@ class MetricsFile:
 def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
     """The objects of a metrics.jsonl, one a step; numbers that were not finite are None.
 
-    A last line that is torn (the machine stopped while it was written) is left out.
+    A last line that is torn (the process or its machine stopped while it was written) is left out.
     Raises ConfigError for any other line that is not a JSON object with a step.
     """
     return (record for record, _ in _records(Path(path)))
@@ -97,14 +98,12 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
 
 def trim_metrics(path: Path, last_step: int) -> None:
     """Removes the lines of metrics.jsonl after `last_step`, and a torn last line; the file is replaced atomically."""
-    unfinished = path.with_name(f".{path.name}.part")
-    with unfinished.open("wb") as file:
+    with replaced(path) as unfinished, unfinished.open("wb") as file:
         for record, line in _records(path):
             if record["step"] <= last_step:
                 file.write(line)
         file.flush()
         os.fsync(file.fileno())
-    unfinished.replace(path)
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
@@ -132,13 +131,8 @@ def write_completions(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]
         columns[name] = pa.array(of_one_type([_parquet_cell(name, row.get(name)) for row in rows]))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{'evaluation' if held_out else 'completions'}_{step:05d}.parquet"
-    unfinished = path.with_name(f".{path.name}.part")
-    try:
+    with replaced(path) as unfinished:
         pq.write_table(pa.table(columns), unfinished)
-        unfinished.replace(path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
     return path
 
 

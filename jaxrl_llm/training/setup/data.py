@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config import ConfigDict, ConfigError, validate
+from jaxrl_llm.config.files import read_json
 from jaxrl_llm.config.resolve import import_file, import_module, naming, split_options
 from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data import image_processors, loading, opening
@@ -15,7 +16,6 @@ from jaxrl_llm.data.opening import DataSource
 from jaxrl_llm.data.splits import is_stream
 from jaxrl_llm.models import families
 from jaxrl_llm.models.files import hf
-from jaxrl_llm.models.files.safetensors import read_json
 from jaxrl_llm.models.model import Model, base_and_adapter, check_ids, config_folder
 from jaxrl_llm.training.packing.documents import packed_rows
 from jaxrl_llm.training.setup.agreed import check_same_rows, check_same_streams
