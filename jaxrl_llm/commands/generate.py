@@ -272,7 +272,7 @@ def sample_ids(
     return completions
 
 
-class Asked(NamedTuple):
+class GivenPrompts(NamedTuple):
     """The prompts of a command line, with the images of each and its columns for the chat template (None: without)."""
 
     prompts: list[Any]
@@ -280,7 +280,7 @@ class Asked(NamedTuple):
     columns: list[dict[str, Any]] | None
 
 
-def read_prompts(prompt: str, file: str, chat: bool, system: str = "", image: Sequence[str] = ()) -> Asked:
+def read_prompts(prompt: str, file: str, chat: bool, system: str = "", image: Sequence[str] = ()) -> GivenPrompts:
     """What the command line asks for: `prompt` with the images `image`, or the rows of `file`.
 
     Texts become a user's message with `chat`; messages open with `system`, unless they have a system message
@@ -316,7 +316,7 @@ def read_prompts(prompt: str, file: str, chat: bool, system: str = "", image: Se
     asked: list[Any] = [[{"role": "user", "content": p}] if chat and isinstance(p, str) else p for p in prompts]
     opening = [{"role": "system", "content": system}] if system else []
     asked = [[*opening, *p] if is_conversational(p) and p[0]["role"] not in SYSTEM_ROLES else p for p in asked]
-    return Asked(asked, images, columns)
+    return GivenPrompts(asked, images, columns)
 
 
 def main(argv: list[str]) -> None:

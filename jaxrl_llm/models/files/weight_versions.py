@@ -44,7 +44,7 @@ class PatchError(ConfigError):
     """A patch that does not go on the weights which are held: all weights have to be published."""
 
 
-class Place(NamedTuple):
+class ByteRange(NamedTuple):
     """Where the bytes of a tensor are: in which file, from which byte on, how many."""
 
     file: Path
@@ -233,12 +233,12 @@ def _apply(folder: Path, path: str, weight_map: dict[str, str]) -> None:
         raise PatchError(f"the patch {masked(path)} does not fit the weights that it names ({error})") from error
 
 
-def _places(folder: Path) -> dict[str, Place]:
+def _places(folder: Path) -> dict[str, ByteRange]:
     """The place of each tensor in the files of a model's folder."""
     found = {}
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as stream:
-            found |= {name: Place(file, *place) for name, place in _header(stream)[1].items()}
+            found |= {name: ByteRange(file, *place) for name, place in _header(stream)[1].items()}
     return found
 
 

@@ -38,7 +38,7 @@ LEAVE_SECONDS = 10.0  # after an error, for the batch under way to end
 Produce = Callable[[Params, int, int, Any], Rollouts]
 
 
-class Made(NamedTuple):
+class TimedRollouts(NamedTuple):
     """A batch of the queue, and where the seconds of the thread that made it went, as metrics."""
 
     rollouts: Rollouts
@@ -86,7 +86,7 @@ class RolloutQueue:
         self._own_params = own_params
         self._frozen: Params | None = None  # on the mesh that samples
         self._reshard: Callable[[Params], Params] | None = None
-        self._queue: deque[Future[Made]] = deque()  # the batches of the next steps, in order
+        self._queue: deque[Future[TimedRollouts]] = deque()  # the batches of the next steps, in order
         self._error: BaseException | None = None  # of a thread, or of the end
         self._idle_since: float | None = None
         meet = staleness and mesh.size > 1 and (own_params is not None or not self._apart)
@@ -155,8 +155,8 @@ class RolloutQueue:
         """Take up the batches that `arrays` hold, their rows sharded over the mesh that trains."""
         self._queue.clear()
         for batch in placed_queue(arrays, self._train_mesh):
-            future: Future[Made] = Future()
-            future.set_result(Made(batch, {}))
+            future: Future[TimedRollouts] = Future()
+            future.set_result(TimedRollouts(batch, {}))
             self._queue.append(future)
         if self._arrivals is not None:
             self._arrivals.resume()
@@ -190,7 +190,9 @@ class RolloutQueue:
             self._arrivals.end()
         return on_mesh(rollouts, self._train_mesh) if self._apart else rollouts
 
-    def _make(self, before: weakref.ref[Future[Made]] | None, params: Params, version: int, step: int) -> Made:
+    def _make(
+        self, before: weakref.ref[Future[TimedRollouts]] | None, params: Params, version: int, step: int
+    ) -> TimedRollouts:
         """The batch of a step, made once that of the step before is."""
         if before is not None and (future := before()) is not None:
             wait([future])
@@ -206,4 +208,4 @@ class RolloutQueue:
             raise
         self._idle_since = time.perf_counter()
         phases = {name.removeprefix("time/"): seconds for name, seconds in self._own_watch.take().items()}
-        return Made(rollouts, {f"producer/{name}": x for name, x in {**phases, "wait": waited}.items()})
+        return TimedRollouts(rollouts, {f"producer/{name}": x for name, x in {**phases, "wait": waited}.items()})
