@@ -96,8 +96,9 @@ def resolve_with_options(
     name, options = split_options(spec)
     function = resolve(name, package)
     if options:
-        parameters = inspect.signature(function).parameters.items()
-        defaults = {option: parameter.default for option, parameter in parameters if option not in reserved}
+        parameters = inspect.signature(function).parameters.values()
+        named = [parameter for parameter in parameters if not parameter.kind.name.startswith("VAR_")]
+        defaults = {parameter.name: parameter.default for parameter in named if parameter.name not in reserved}
         defaults |= getattr(function, "options", {})
         unknown = [option for option in options if option not in defaults]
         if unknown:

@@ -1144,7 +1144,26 @@ SYNONYMS = {
     "checkpoint.keep", "resume_from_checkpoint": "checkpoint.resume", "processing_class": "model.tokenizer",
     "val_set_size": "eval.fraction", "test_size": "eval.fraction", "hub_model_id": "export.push_to_hub",
     "push_to_hub": "export.push_to_hub", "chat_template_path": "data.chat_template",
-    "train_on_last_step_only": "data.loss_on",
+    "train_on_last_step_only": "data.loss_on", "train_on_inputs": "data.loss_on", "assistant_only_loss": "data.loss_on",
+    "completion_only_loss": "data.loss_on", "truncation": "data.overlong", "truncation_mode": "data.overlong",
+    "loss_type": "algorithm.loss", "policy_loss": "algorithm.loss", "loss_agg_mode": "algorithm.aggregation",
+    "adv_estimator": "algorithm.advantage", "norm_adv_by_std_in_grpo": "algorithm.scale_rewards",
+    "epsilon": "algorithm.epsilon_low", "clip_ratio": "algorithm.epsilon_low", "cliprange": "algorithm.epsilon_low",
+    "clip_range": "algorithm.epsilon_low", "eps_clip": "algorithm.epsilon_low", "cliprange_value": "critic.epsilon",
+    "kl_coef": "algorithm.beta", "kl_loss_coef": "algorithm.beta", "init_kl_coef": "algorithm.beta",
+    "use_kl_loss": "algorithm.beta", "kl_beta": "algorithm.beta", "vf_coef": "critic.coef",
+    "ppo_epochs": "algorithm.num_iterations", "num_ppo_epochs": "algorithm.num_iterations",
+    "mini_batch_size": "batch.minibatches", "ppo_mini_batch_size": "batch.minibatches",
+    "num_mini_batches": "batch.minibatches", "sync_ref_model": "algorithm.ref_sync_steps",
+    "n": "rollout.group_size", "n_samples_per_prompt": "rollout.group_size", "max_new_tokens":
+    "rollout.max_completion_length", "max_tokens": "rollout.max_completion_length", "max_response_length":
+    "rollout.max_completion_length", "stop_sequences": "rollout.stop", "dtype": "model.dtype", "torch_dtype":
+    "model.param_dtype", "tensor_parallel_size": "mesh.tensor", "fsdp_size": "mesh.fsdp", "adam_beta1": "optimizer.b1",
+    "adam_beta2": "optimizer.b2", "adam_epsilon": "optimizer.eps", "grad_clip": "optimizer.max_grad_norm",
+    "gradient_clipping": "optimizer.max_grad_norm", "save_freq": "checkpoint.every", "save_strategy":
+    "checkpoint.every", "save_dir": "output_dir", "eval_strategy": "eval.every", "test_freq": "eval.every",
+    "val_before_train": "eval.at_start", "load_best_model_at_end": "export.best", "early_stopping_patience":
+    "callbacks", "experiment_name": "logging.run_name", "eval_dataset": "data.eval_path",
 }  # fmt: skip
 
 

@@ -181,8 +181,8 @@ def _held(value: Any, limits: ImageLimits, folder: Path | None) -> "tuple[str, b
             )
         return f"the image {found}", found
     raise ConfigError(
-        f"an image is {type(value).__name__}; give bytes, a path, a data: URL, a PIL image, or a dictionary with bytes "
-        "or path"
+        f"an image is {type(value).__name__}; give bytes, a path, a data: URL, a PIL image (Image.fromarray "
+        "makes one of an array), or a dictionary with bytes or path"
     )
 
 

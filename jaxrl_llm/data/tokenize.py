@@ -4,8 +4,11 @@ A loss mask speaks of its own token; the first token of a row has nothing before
 always 0.
 """
 
+import functools
 import json
+import logging
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +20,8 @@ from jaxrl_llm.data.conversations import Ids, conversation, ended, prompt_and_co
 from jaxrl_llm.data.image_rows import ImageReader, ImageText
 from jaxrl_llm.data.pairs import ANSWERS, prompt_and_answers
 from jaxrl_llm.data.templates import TEMPLATE_COLUMNS, checked, plain_ids, render_prompt, template_options
+
+log = logging.getLogger(__name__)
 
 PIXELS = "pixels"  # the tiles [tiles,H,W,C] of an example, fp32, as the image processor makes them; or `Tiles` of them
 TEXTS = ("prompt", "completion", "messages", "text", "chosen", "rejected")  # columns that a row is made of
@@ -30,6 +35,8 @@ COLUMNS = {
     "labels": (("ids",), ("mask",)),
     "steps": (("ids",), ("mask",)),
 }
+# The beginning of a list of messages that was written into a text, as JSON or as Python shows it (pandas' to_csv does).
+WRITTEN_MESSAGES = re.compile(r"""\s*\[\s*\{\s*(["'])(?:role|content)\1\s*:""")
 STEP_LABELS = "step_labels"  # of rows of steps: a number for each token, beside its mask
 TOKENS = "input_ids"  # the column of rows that are token ids already
 # Those beside it that say which tokens are learned, as TRL's and axolotl's rows have them, with the value of others.
@@ -76,6 +83,9 @@ class RowTokenizer:
         Raises ConfigError: a column is missing or of another type, its text is no Unicode, the chat template refuses
         the messages, or an image cannot be read.
         """
+        for name in ("prompt", "chosen"):
+            if isinstance(text := example.get(name), str) and WRITTEN_MESSAGES.match(text):
+                _tell_of_messages(name)
         try:
             row = self._with_images(example)
         except (TypeError, UnicodeError) as error:  # what tokenizers raise for text that is no Unicode
@@ -144,6 +154,15 @@ class RowTokenizer:
         return labelled_row(example, tokenizer, options)
 
 
+@functools.lru_cache(8)
+def _tell_of_messages(column: str) -> None:
+    """Log a warning about a column of messages that are text, once."""
+    log.warning(
+        "column %r is text that reads like a list of messages, and is taken as plain text, brackets and all: give the "
+        "list itself, or a function of a row that reads the text (data.format)", column,
+    )  # fmt: skip
+
+
 def without_first(mask: Ids) -> Ids:
     """The mask of a row whose first token is not learned: nothing predicts it."""
     return [0, *mask[1:]][: len(mask)]
@@ -206,10 +225,13 @@ def token_row(example: Mapping[str, Any], tokenizer: Any, loss_on: str) -> Row:
             "the row has token ids and a loss_mask, which speaks of its own token in some classes of verl and of the "
             "next one in others: give labels, -100 where a token is not learned"
         )
+    columns = {name: example[name] for name in (*NOT_LEARNED, "attention_mask") if example.get(name) is not None}
+    for name, values in {TOKENS: example[TOKENS], **columns}.items():
+        if isinstance(values, str) or not hasattr(values, "__len__"):
+            raise ConfigError(f"{name} is {values!r:.80}; the row is token ids ({TOKENS}), and it is a list of numbers")
     ids = [token.item() if hasattr(token, "item") else token for token in example[TOKENS]]  # of an array too
     if unknown := [token for token in ids if not (isinstance(token, int) and 0 <= token < len(tokenizer))]:
         raise ConfigError(f"{TOKENS} has {unknown[0]!r:.40}; the tokens of the tokenizer are 0 to {len(tokenizer) - 1}")
-    columns = {name: example[name] for name in (*NOT_LEARNED, "attention_mask") if example.get(name) is not None}
     for name, values in columns.items():
         if len(values) != len(ids):
             raise ConfigError(f"{name} has {amount(len(values), 'value')} for {len(ids)} {TOKENS}; give one for each")

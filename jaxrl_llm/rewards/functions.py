@@ -20,12 +20,14 @@ Completion = str | Sequence[Mapping[str, Any]]
 def exact_match(completions: Sequence[Completion], answer: Sequence[Any], **columns: Any) -> list[float | None]:
     """1.0 where the completion is `answer`, white space around both aside, else 0.0; None where answer is None.
 
-    An empty completion is no answer: 0.0.
+    An empty completion is no answer: 0.0. An answer that is a whole number as a float, as a column with a fraction or
+    an empty field makes of them, is that number without a point too: 12.0 is 12.
     """
     texts = [text_of(completion).strip() for completion in completions]
+    wholes = [str(wanted).removesuffix(".0") if isinstance(wanted, float) else wanted for wanted in answer]
     return [
-        None if wanted is None else float(bool(text) and text == str(wanted).strip())
-        for text, wanted in zip(texts, answer, strict=True)
+        None if wanted is None else float(bool(text) and text in (str(wanted).strip(), str(whole).strip()))
+        for text, wanted, whole in zip(texts, answer, wholes, strict=True)
     ]
 
 

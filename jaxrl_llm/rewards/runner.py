@@ -121,7 +121,8 @@ def _resolve(spec: str | RewardFunction) -> RewardFunction:
     if spec.endswith(".json"):
         spec = f"openai_grader(grader={spec!r})"
     with naming("rewards.functions"):
-        function, options = resolve_with_options(f"{spec}:compute_score" if spec.endswith(".py") else spec, BUILT_IN)
+        named = f"{spec}:compute_score" if spec.endswith(".py") else spec
+        function, options = resolve_with_options(named, BUILT_IN, ("prompts", "completions", "completion_ids"))
     if not callable(function) and not hasattr(function, "grade"):
         raise RewardError(f"rewards.functions: {spec} is {shorten(function, 60)}, which cannot be called")
     if not isinstance(function, type):

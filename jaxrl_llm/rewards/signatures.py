@@ -203,7 +203,8 @@ def accepted(name: str, grader: Any, inputs: dict[str, list[Any]], services: Ite
     A required argument named by the plural of a column, `answers` where the data has `answer`, gets that column:
     functions take lists, and examples of axolotl and verl are written so. The `answer` of our own functions, but for
     exact_match, is the first of ANSWERS where there is no such column. Raises RewardError for a required argument that
-    is none of these, and for a function that takes nothing of the rows.
+    is none of these, for a function that takes nothing of the rows, and for an answer of ours that is a list or a
+    dictionary, to which no completion would be equal.
     """
     if isinstance(grader, RowGrader):
         return inputs
@@ -232,6 +233,14 @@ def accepted(name: str, grader: Any, inputs: dict[str, list[Any]], services: Ite
                     f"are {', '.join(inputs)}; {way_out}"
                 )
             plurals[parameter.name] = inputs[column]
+        if is_ours and parameter.name == "answer":
+            for row, wanted in enumerate(plurals.get("answer", inputs.get("answer", ()))):
+                if isinstance(wanted, list | tuple | Mapping):
+                    raise RewardError(
+                        f"reward {name!r} compares a completion with one answer, but that of row {row} is "
+                        f"{shorten(wanted, 80)}: make it a text or a number (data.format takes a function of a row), "
+                        "or write a reward of your own, my_rewards.py:function"
+                    )
     if takes_any(grader):
         # An option that a specification sets is not overwritten by a column of the same name.
         options = grader.keywords if isinstance(grader, functools.partial) else {}

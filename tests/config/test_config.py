@@ -18,7 +18,7 @@ from jaxrl_llm.algorithms import policy_losses, preference_losses
 from jaxrl_llm.config import ConfigError, assign, batch_rows, default, from_json, schema, to_json, tree, validate
 from jaxrl_llm.config.flags import find_config, help_text, load_flags, load_options, positional, shipped_configs
 from jaxrl_llm.config.resolve import closest, import_optional, resolve, split_losses
-from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, LOSS_OPTIONS, RENAMED, SECTIONS
+from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, LOSS_OPTIONS, RENAMED, SECTIONS, SYNONYMS
 from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.training.runtime.watchdog import MARGIN
 
@@ -45,6 +45,10 @@ def changed(**values):
 def test_the_names_of_others_lead_to_the_key(name, key):
     with pytest.raises(ConfigError, match=rf"there is no key rollout\.{name}; the closest is {key}"):
         assign(default(), f"rollout.{name}", 1)
+
+
+def test_the_names_of_others_are_names_of_keys_here():
+    assert set(SYNONYMS.values()) <= set(BY_NAME) and not set(SYNONYMS) & set(BY_NAME)
 
 
 def test_table_is_consistent():
@@ -615,6 +619,9 @@ def test_a_shipped_config_is_found_by_the_path_that_pages_write(tmp_path, monkey
         ("optimizer.lr", "optimizer.learning_rate"),
         ("critic.lr", "critic.learning_rate"),
         ("batch.micro_batch_size", "batch.microbatch_rows"),
+        ("algorithm.epsilon", "algorithm.epsilon_low"),
+        ("algorithm.kl_coef", "algorithm.beta"),
+        ("rollout.n", "rollout.group_size"),
     ],
 )
 def test_unknown_keys_are_refused_in_python(name, meant):
@@ -982,7 +989,7 @@ def test_numbers_of_numpy_are_numbers():
         ("config.max_steps", "total_steps"), ("max_grad_norm", "optimizer.max_grad_norm"), ("beta", "algorithm.beta"),
         ("group_by_length", "data.group_by_length"), ("gpu_memory_utilization", "rollout.memory_fraction"),
         ("log_prob_micro_batch_size_per_gpu", "batch.logps_microbatch_rows"),
-        ("config.rollout.temprature", "rollout.temperature"),
+        ("config.rollout.temprature", "rollout.temperature"), ("max_new_tokens", "rollout.max_completion_length"),
     ],
 )  # fmt: skip
 def test_flags_of_other_libraries_lead_to_the_key(name, key):

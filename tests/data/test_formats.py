@@ -319,6 +319,19 @@ def test_auto_leaves_trl_rows_as_they_are():
         assert find("auto", "pairs")(row) == row
 
 
+def test_auto_reads_conversations_that_are_json_text():
+    """As tables hold them whose messages have different keys, such as calls of tools."""
+    talk = [user("Q"), assistant("yes")]
+    text = json.dumps(talk)
+    assert find("auto", "completions")({"messages": text, "prompt": "UltraChat's"})["messages"] == talk
+    assert find("auto", "prompts")({"messages": text})["prompt"] == talk[:1]
+    turns = json.dumps([{"from": "human", "value": "Q"}, {"from": "gpt", "value": "yes"}])
+    assert find("auto", "completions")({"conversations": turns})["messages"] == talk
+    # Columns that a prompt is beside are for rewards, and what is no JSON is refused where messages are read.
+    for row in ({"prompt": "Q", "messages": text}, {"prompt": "Q", "conversations": "hello"}, {"messages": "hello"}):
+        assert find("auto", "prompts")(row) == row
+
+
 def test_auto_prompts_of_messages_and_pairs():
     form = find("auto", "prompts")
     talk = [user("A"), assistant("B"), user("Q")]

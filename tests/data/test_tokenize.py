@@ -14,7 +14,7 @@ from jaxrl_llm.data.loading import token_rows
 from jaxrl_llm.data.opening import DataSource
 from jaxrl_llm.data.pairs import split_pair
 from jaxrl_llm.data.templates import tool_calls
-from jaxrl_llm.data.tokenize import LOSS_ON, NOT_LEARNED, RowTokenizer
+from jaxrl_llm.data.tokenize import LOSS_ON, NOT_LEARNED, RowTokenizer, _tell_of_messages
 from tests.data.spacing_tokenizer import SPACINGS, spacing_tokenizer
 
 END = 257
@@ -55,6 +55,16 @@ def test_prompts_keep_the_other_columns(tokenizer):
         {"prompt": "ab", "answer": 1, "prompt_ids": [97, 98]},
         {"prompt": "c", "answer": 2, "prompt_ids": [99]},
     ]
+
+
+def test_messages_in_a_text_are_noted(tokenizer, caplog):
+    """pandas' to_csv writes them as Python shows them, and the run would be trained on the brackets."""
+    for text in (json.dumps([user("a")]), str([user("a")]), ' [ {"content": "a"}]', '["role"]', "[{x}]"):
+        _tell_of_messages.cache_clear()
+        caplog.clear()
+        tokenized("prompts", [{"prompt": text}] * 2, tokenizer)
+        tokenized("pairs", [{"chosen": f"{text}a", "rejected": f"{text}b"}], tokenizer)
+        assert [record.args[0] for record in caplog.records] == (["prompt", "chosen"] if "a" in text else [])
 
 
 def test_chat_prompts(tokenizer):
@@ -615,6 +625,9 @@ def test_rows_of_token_ids(tokenizer):
         ({"input_ids": [97, 999999]}, r"input_ids has 999999; the tokens of the tokenizer are 0 to \d+"),
         ({"input_ids": [-1, 97]}, "input_ids has -1"),
         ({"input_ids": ["a"]}, "input_ids has 'a'"),
+        ({"input_ids": 97}, "input_ids is 97; the row is token ids .* it is a list of numbers"),
+        ({"input_ids": [97], "labels": 3}, "labels is 3; the row is token ids .* it is a list of numbers"),
+        ({"input_ids": [97], "attention_mask": "1"}, "attention_mask is '1'; "),
         ({"input_ids": [97, 98], "labels": [98]}, "labels has 1 value for 2 input_ids"),
         ({"input_ids": [97, 98], "labels": [98, -100]}, "labels has 98 at the place of the token 97; it is that, or -"),
         ({"input_ids": [97, 98], "loss_mask": [0, 1]}, "a loss_mask, which speaks of .* give labels"),

@@ -15,6 +15,8 @@ def test_exact_match():
     completions = ["12", " 12\n", "123", "", messages("12")]
     assert f.exact_match(completions=completions, answer=["12"] * 5) == [1.0, 1.0, 0.0, 0.0, 1.0]
     assert f.exact_match(completions=["12", "12"], answer=[12, None]) == [1.0, None]
+    # A column of integers with a fraction among them is one of floats.
+    assert f.exact_match(completions=["12", "12.0", "12", "1"], answer=[12.0, 12.0, 12.5, 10.0]) == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_exact_match_reads_the_last_message():

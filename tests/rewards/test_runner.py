@@ -178,8 +178,9 @@ def test_a_single_name_is_a_list_of_one():
         ("math:pi", "rewards.functions: math:pi is 3.14159"),
         (
             "soft_overlong(max_length=2, cach=1)",
-            "soft_overlong has no option 'cach'; it takes completion_ids, max_length",
+            "soft_overlong has no option 'cach'; it takes max_length, cache",
         ),
+        ("target_length(columns=2)", "target_length has no option 'columns'; it takes target"),
         ("soft_overlong(2, 1)", "cannot read the options of 'soft_overlong(2, 1)'"),
         ("soft_overlong(max_length=x)", "cannot read the options"),
         ("soft_overlong(max_length=2", "unknown name"),
@@ -491,6 +492,20 @@ def test_a_function_that_sees_no_rows_is_refused():
 
     with pytest.raises(RewardError, match=r"reward 'blind' takes no column, and neither .*: give it the argument "):
         grade(blind, ["a"])
+
+
+@pytest.mark.parametrize("name", ["exact_match", "boxed_accuracy", "gsm8k_accuracy", "numeric_answer", "math_accuracy"])
+@pytest.mark.parametrize("column", ["answer", "ground_truth"])
+def test_answers_that_are_lists_are_refused(name, column):
+    """No completion would be equal to one; functions of the user's own may read them."""
+    if (name, column) != ("exact_match", "ground_truth"):
+        with pytest.raises(RewardError, match=f"reward '{name}' compares .* of row 1 is \\['5', 'five'\\]: make it"):
+            grade(name, ["5", "5"], {column: ["5", ["5", "five"]]})
+
+    def own(completions, answer):
+        return [float(text in wanted) for text, wanted in zip(completions, answer, strict=True)]
+
+    assert grade(own, ["5"], {"answer": [["5", "five"]]}).tolist() == [[1.0]]
 
 
 def test_right_answers_in_columns_of_other_libraries():

@@ -814,9 +814,9 @@ def test_what_a_script_of_trl_does_with_its_model(tmp_path, end, pushed, title, 
     ("given", "said", "callbacks", "noted"),
     [
         (
-            "Mine(), Mine(every=5), Theirs()",
+            "Mine(), Mine(5), Mine(every=6), Theirs()",
             "",
-            ("c_functions.py:Mine", "c_functions.py:Mine(every=5)", "b:Theirs"),
+            ("c_functions.py:Mine", "c_functions.py:Mine(every=5)", "c_functions.py:Mine(every=6)", "b:Theirs"),
             "",
         ),
         ("EarlyStoppingCallback(3)", "", (), "nothing is evaluated while it trains"),
@@ -830,6 +830,8 @@ def test_what_a_script_of_trl_does_with_its_model(tmp_path, end, pushed, title, 
             "",
         ),
         ("Mine(len(rows))", "", (), "Mine(len(rows)) is made when the script runs"),
+        ("Mine(5, 6)", "", (), "Mine(5, 6) is made when the script runs"),
+        ("Theirs(5)", "", (), "Theirs(5) is made when the script runs"),
     ],
 )
 def test_callbacks_of_a_script(tmp_path, given, said, callbacks, noted):

@@ -4,6 +4,7 @@ preferences.
 The readers of columns at the end serve axolotl's formats too: their errors say what was looked for and what there is.
 """
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,8 +22,12 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assista
 
 def auto(row: Mapping[str, Any], data_kind: str | None = None) -> Mapping[str, Any]:
     """The row itself when it is of one of TRL's types; verl's, Harmony's, ShareGPT's and OpenAI's rows are recognised,
-    and stepwise ones where completions are learned."""
+    and stepwise ones where completions are learned. Conversations may be JSON text."""
     present = {name for name, value in row.items() if value is not None}
+    for name in ("messages", "conversations") if data_kind == "completions" or "prompt" not in present else ():
+        if isinstance(text := row.get(name), str):
+            with contextlib.suppress(ValueError):
+                row = {**row, name: turns if isinstance(turns := json.loads(text), list) else text}
     if isinstance(row.get("reward_model"), Mapping) and "data_source" in present:
         return verl(row)
     if present & {"thread", "preferred", "dispreferred"} and not present & set(TEXTS):

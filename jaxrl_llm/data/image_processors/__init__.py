@@ -108,7 +108,10 @@ def load(folder: str | Path, tokenizer: Any) -> ImageProcessor | None:
         if not any((folder / name).is_file() for name in files):
             if model_type in ("gemma3", "gemma4", "gemma4_unified", "kimi_k25") and config.get("vision_config") is None:
                 return None
-            raise ConfigError(f"the model in {folder} reads images, and has no {files[0]}; copy that of the original")
+            raise ConfigError(
+                f"the model in {folder} reads images, and has no {files[0]}, by which those of files are read; copy "
+                "that of the original (embedded:shapes, which has none, reads task:shapes alone)"
+            )
         return FAMILIES[model_type](folder, config, tokenizer, getattr(tokenizer, "image_settings", {}))
     if "vision_config" in config and (folder / "preprocessor_config.json").is_file():
         raise ConfigError(f"images of model_type {model_type!r} are not read here; those of {', '.join(FAMILIES)} are")

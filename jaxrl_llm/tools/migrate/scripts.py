@@ -322,8 +322,13 @@ class Script(Values):
                 return with_options(known["name"], {known["options"][name]: value for name, value in given.items()})
         if key == "callbacks" and isinstance(made, ast.Call) and isinstance(made.func, ast.Name):
             name = self.imported.get(made.func.id) or self.functions.add(made.func)
-            options = {str(keyword.arg): self.value(keyword.value) for keyword in made.keywords}
-            if name is None or made.args or any(isinstance(value, Unknown) for value in options.values()):
+            defined = getattr(self.functions.definitions.get(made.func.id), "body", ())
+            init = next((part for part in defined if getattr(part, "name", "") == "__init__"), None)
+            positions = [argument.arg for argument in init.args.args[1:]] if isinstance(init, ast.FunctionDef) else []
+            keywords = [*map(ast.keyword, positions, made.args), *made.keywords]
+            options = {str(keyword.arg): self.value(keyword.value) for keyword in keywords}
+            unread = len(made.args) > len(positions) or any(isinstance(value, Unknown) for value in options.values())
+            if name is None or unread:
                 self.note(
                     f"callbacks: {ast.unparse(made)[:80]} is made when the script runs: name a class in callbacks"
                 )

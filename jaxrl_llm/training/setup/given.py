@@ -11,7 +11,7 @@ import optax
 from jaxrl_llm.config import ConfigDict, ConfigError, flat
 from jaxrl_llm.config.entries import lora_init
 from jaxrl_llm.config.resolve import closest
-from jaxrl_llm.config.schema import BY_NAME
+from jaxrl_llm.config.schema import BY_NAME, SYNONYMS, nearest
 from jaxrl_llm.data.splits import is_splits, is_stream
 from jaxrl_llm.models.adapters.lora import has_adapters
 from jaxrl_llm.models.model import Model, load_model
@@ -97,6 +97,8 @@ def take(
         if own is None:
             known = (*objects, "peft_config", "optimizers", "quantization_config", "callbacks")
             where = ELSEWHERE.get(name) or f"the closest is {closest(name, known)}, of {', '.join(known)}"
+            if name not in ELSEWHERE and (name in SYNONYMS or any(key.rpartition(".")[2] == name for key in BY_NAME)):
+                where = f"settings are those of its first argument, config.{nearest(name)} = ..."
             raise ConfigError(f"train has no argument {name}: {where}")
         if value is not None and objects[own] is not None:
             raise ConfigError(f"train has {name} and {own}, which are one argument: give one")

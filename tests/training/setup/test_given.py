@@ -150,6 +150,8 @@ def test_pefts_own_lora_config():
     [
         ({"ref_model": "x"}, "ref_model: the reference is"),
         ({"reward": one}, "the closest is rewards"),
+        ({"resume_from_checkpoint": True}, r"no argument resume_from_checkpoint: .* config\.checkpoint\.resume = "),
+        ({"learning_rate": 1e-4}, r"settings are those of its first argument, config\.optimizer\.learning_rate = "),
         ({"reward_funcs": one, "rewards": one}, "reward_funcs and rewards, which are one argument"),
         ({"model": 3}, "model is 3, but it takes"),
         ({"tokenizer": 3}, "tokenizer .processing_class. is 3"),
