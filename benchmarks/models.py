@@ -172,6 +172,9 @@ VISION_FILES = {
         "families/minimax_m3_vl_text.py families/llava.py families/siglip.py vision/patch_rows.py vision/mergers.py",
     ),
     "lighton_ocr": ("families/lighton_ocr.py", "families/qwen3.py families/mistral3.py, and its"),
+    "mistral_large4": (
+        "families/mistral_large4.py", "families/mistral3.py families/mistral_large4_text.py, and theirs",
+    ),
     "mistral3": ("families/mistral3.py", "families/llava.py vision/patch_rows.py vision/mergers.py"),
     "gemma4": (
         "families/gemma4.py",
@@ -289,9 +292,9 @@ difference.
   of Granite, OLMoE, Gemma 3n and 4, Llama 4, ERNIE 4.5, LFM2 and 3, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo
   Hybrid, Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open, nanochat,
   VaultGemma, DBRX, Mamba, Bamba, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam, DeepSeek-V3.2,
-  Hunyuan 3, Mellum, Command A+, MiMo-V2, Laguna, Apertus 1.5, Ling 3, Kolibri, MiniMax-M3 and the mixtures of experts
-  of Qwen3.5, GLM and Granite. Step heads of GPT-2, GPT-J, GPT-Neo, StarCoder 1, Pythia, Falcon, BLOOM and MPT are
-  refused: their classes have other names, or there are none.
+  Hunyuan 3, Mellum, Command A+, MiMo-V2, Laguna, Apertus 1.5, Mistral Large 4, Ling 3, Kolibri, MiniMax-M3 and the
+  mixtures of experts of Qwen3.5, GLM and Granite. Step heads of GPT-2, GPT-J, GPT-Neo, StarCoder 1, Pythia, Falcon,
+  BLOOM and MPT are refused: their classes have other names, or there are none.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
@@ -322,10 +325,15 @@ difference.
   out. `glm4_moe` is GLM-4.5 to 4.7, which has these experts, as `dots1` has, and `glm4_moe_lite` GLM-4.7-Flash, which
   has the attention too. Folders of the type `kimi_k2` are DeepSeek-V3's in form: they are read and exported as a
   `deepseek_v3`.
-- Sparse attention (DeepSeek-V3.2, GLM-5): a token attends to the `index_topk` tokens that its indexer rates best,
-  exactly so many, in training, prefill and decoding; all latents are computed with, and those of others masked. Rows of
-  up to `index_topk` tokens are not rated. The choice has no gradient: training keeps the indexer as it is, without
-  moments, and it has no adapters. An indexer may serve the layers behind its own too (`indexer_types`).
+- Sparse attention (DeepSeek-V3.2, GLM-5, Mistral Large 4): a token attends to the `index_topk` tokens that its indexer
+  rates best, exactly so many, in training, prefill and decoding; all latents are computed with, and those of others
+  masked. Rows of up to `index_topk` tokens are not rated. The choice has no gradient: training keeps the indexer as it
+  is, without moments, and it has no adapters. An indexer may serve the layers behind its own too (`indexer_types`). In
+  Mistral Large 4 layers may also read the latents of an earlier one (`kv_source_layers`), which are cached once.
+- Queries that grow with the log of their position: by a number of the model (Llama 4, Ministral 3, Mistral 4), or by
+  two of each head, which are trained, in Mistral Large 4 (`softmax_scaling`), whose rotary frequencies have a trained
+  factor each too (`rotary_emb.alpha`). Both are computed in fp32, as its routers are, and `alpha` and the routers'
+  matrices stored so whatever `model.param_dtype`.
 - Attention to blocks (MiniMax-M3): each key/value head sees the `index_topk_blocks` blocks of `index_block_size` tokens
   that its indexer rates best, the latest `index_local_blocks` among them, in training, prefill and decoding. Blocks are
   counted from the start of a document, where transformers counts them from the start of a row: padding on the left
@@ -498,7 +506,7 @@ ones run in one scan. `tests/models/mixers/test_mixer.py` has a recurrent one, a
 Not supported: the vision part of Llama 4, sound and videos, checkpoints quantized otherwise, texts that are read in
 both directions (but PaliGemma's prompts), Falcon's ALiBi (Falcon-RW), a scale of attention for each layer
 (`scale_attn_by_inverse_layer_idx`), hyper-connections (DeepSeek-V4, Qwen4, Hunyuan 4), experts that skip a layer
-(LongCat-Flash), indexers beside shared latents (Mistral Large 4), and gates clipped behind their activation (Step 3.5).
+(LongCat-Flash), and gates clipped behind their activation (Step 3.5).
 """
 
 EXAMPLE = '''"""Helium (Kyutai): Llama's shape, with neighbouring dimensions of a head rotated together."""

@@ -72,18 +72,18 @@ class Block(nnx.Module):
         """
         read, added = connected(self.mixer_streams, x)
         mixed, cache = self.mixer.prefill(normed(self.input_norm, read), inputs, arrays)
-        _, passed, gate = Passing.of(cache, cache)
+        _, passed, gate, chosen = Passing.of(cache, cache)
         x, _, routing = self._feed_forward(read, added, mixed, gate, counted, replayed)
-        return x, routing, passed
+        return x, routing, (passed, chosen)
 
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, tuple[Any, jax.Array | None], Any]:
         """Hidden states after the layer, the mixer's cache and the experts `[N,T,k]` of each token, and what layers
         that share this one's get of it."""
         read, added = connected(self.mixer_streams, x)
         mixed, cache = self.mixer.prefill(normed(self.input_norm, read), inputs, arrays)
-        own, passed, gate = Passing.of(cache, cache)
+        own, passed, gate, chosen = Passing.of(cache, cache)
         x, experts, _ = self._feed_forward(read, added, mixed, gate)
-        return x, (own, experts), passed
+        return x, (own, experts), (passed, chosen)
 
     def decode(
         self, x, inputs: DecodeInputs, prompt, cache, arrays
@@ -91,9 +91,9 @@ class Block(nnx.Module):
         """As `prefill`, of the next tokens x of rows, whose mixer's cache is `cache` and comes back with them in it."""
         read, added = connected(self.mixer_streams, x)
         mixed, cache = self.mixer.decode(normed(self.input_norm, read), inputs, prompt, cache, arrays)
-        own, passed, gate = Passing.of(cache, (prompt, cache))
+        own, passed, gate, chosen = Passing.of(cache, (prompt, cache))
         x, experts, _ = self._feed_forward(read, added, mixed, gate)
-        return x, (own, experts), passed
+        return x, (own, experts), (passed, chosen)
 
     def _feed_forward(
         self, before, added, mixed, gate=None, counted=None, replayed=None

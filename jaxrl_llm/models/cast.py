@@ -66,9 +66,9 @@ def decoding_params(params: Params, decoder: Net) -> Params:
 
     What the trainer computes with in fp32 stays as it is, as a rounded number would make sampler and trainer differ:
     scales of norms, decays of recurrent mixers, biases of convolutions, attention sinks, the weights of indexers' heads
-    and of hyper-connections, sigmoid routers and their corrections, and the head where logits are formed in fp32.
-    Matrices of 8 bits are made of the merged ones; those that are quantised already stay as they are, beside their
-    adapters.
+    and of hyper-connections, learned rotary frequencies, routers in fp32 and their corrections, and the head where
+    logits are formed in fp32. Matrices of 8 bits are made of the merged ones; those that are quantised already stay as
+    they are, beside their adapters.
     """
     params = merge(params, decoder.config.lora)
     if decoder.config.quantized != "none":
@@ -86,7 +86,8 @@ def copied_to_decode(params: Params, decoder: Net) -> Params:
 def _in_decoding_dtype(params: Params, decoder: Net) -> Params:
     config = decoder.config
     kept = ("scale", "shift", "log_decay", "log_rates", "step_bias", "skip", "conv_bias", "conv/bias", "sinks")
-    kept += ("weights/proj/kernel", "indexer/proj/kernel", "correction", "position/weight", *PARTS)
+    kept += ("weights/proj/kernel", "indexer/proj/kernel", "log_frequencies")
+    kept += ("correction", "position/weight", *PARTS)
     kept += tuple(f"activation/{name}" for name in XIELU_NUMBERS)
     if config.router_in_fp32:
         kept += ("router/kernel", "router/bias")

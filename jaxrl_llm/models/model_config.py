@@ -27,8 +27,9 @@ class LayerRun(NamedTuple):
     stack: str
     start: int  # index of the first in its stack
     scanned: bool
-    shares: int | None = None  # the layer whose keys and values, or choice of tokens, they read
-    is_read: bool = False  # its only layer is one of which others read them
+    shares: int | None = None  # the layer whose keys and values they read
+    chosen_by: int | None = None  # the layer whose choice of tokens they attend to
+    passes: tuple[bool, bool] = (False, False)  # whether others read its only layer's keys and values, and its choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,9 @@ class ModelConfig:
     rope_axes: tuple[int, ...] = ()  # of each rotary frequency: 0 time, 1 height, 2 width of images; (): time alone
     rope_interleaved: bool = False  # neighbouring dimensions are rotated together, not those of two halves
     rope_reversed: bool = False  # by negative angles
+    rope_learned: bool = False  # each frequency is multiplied by the exponential of a number, in fp32
     unrotated_layers: tuple[int, ...] = ()
+    unrotated_fields: tuple[tuple[str, Any], ...] = ()  # of these layers, where theirs are others
     sliding_window: int | None = None  # tokens that a sliding layer sees, the current one included
     sliding_layers: tuple[int, ...] = ()
     sliding_chunks: bool = False  # a sliding layer sees what is in the token's own chunk of `sliding_window` positions
@@ -93,6 +96,8 @@ class ModelConfig:
     qkv_clip: float | None = None  # queries, keys and values are clipped to +- that, before norms and rotation
     query_rank: int = 0  # of latent attention, as the next one; 0: queries come from the hidden states themselves
     latent_size: int = 0
+    latent_norm_eps: float | None = 1e-6  # of the norms of latents; None: that of all norms
+    latent_sources: tuple[int, ...] = ()  # of each layer, the one whose latents it reads; (): its own
     value_head_dim: int = 0  # of other attention too; 0: head_dim
     index_heads: int = 0  # of sparse attention, as the next three; see sparse_attention.Indexer
     index_head_dim: int = 0
@@ -114,6 +119,7 @@ class ModelConfig:
     query_growth: float = 0.0  # of unrotated queries with the log of their position
     query_growth_every: int = 0  # positions in one unit of that log
     query_growth_rotated: bool = False  # of all queries, and from the position itself on, not the one behind it
+    query_growth_learned: bool = False  # of each head of latent attention, see latent_attention.QueryGrowth
     value_norm: bool = False  # of each head, without a scale
     keys_as_values: bool = False  # as they are before norms and rotation
     full_fields: tuple[tuple[str, Any], ...] = ()  # of the layers without a window, where theirs are others
@@ -155,6 +161,7 @@ class ModelConfig:
     router_sigmoid: bool = False  # each expert's probability by itself; False: a softmax
     router_correction: bool = False  # experts are chosen by probability plus a number each has, weighted without it
     router_corrects_logits: bool = False  # the number is added to the expert's logit
+    router_fp32: bool = False  # its matrix is stored with 32 bits too
     router_groups: int = 1  # groups of experts, of which a token uses `router_top_groups`
     router_top_groups: int = 1
     router_group_best: int = 2  # experts of a group, the best ones, by which it is rated
@@ -199,7 +206,7 @@ class ModelConfig:
     @property
     def router_in_fp32(self) -> bool:
         """True where routers compute with 32 bits whatever the rest does, as in transformers."""
-        return self.router_sigmoid or self.router_correction or self.router_group_best == 1
+        return self.router_fp32 or self.router_sigmoid or self.router_correction or self.router_group_best == 1
 
     @property
     def expert_qat(self) -> str:
@@ -262,13 +269,16 @@ class ModelConfig:
         first = self.layers - self.shared_layers
 
         def kind(layer: int) -> LayerConfig:
-            slides, shares = layer in self.sliding_layers, None
+            slides, shares, chosen_by = layer in self.sliding_layers, None, None
             fields: dict[str, Any] = {} if slides else dict(self.full_fields)
+            fields |= dict(self.unrotated_fields) if layer in self.unrotated_layers else {}
             if layer >= first:
                 shares = max(other for other in range(first) if (other in self.sliding_layers) == slides)
                 fields |= {"ffn": self.shared_ffn} if self.shared_ffn else {}
             if layer in self.shared_indexers:
-                shares = max(other for other in range(layer) if other not in self.shared_indexers)
+                chosen_by = max(other for other in range(layer) if other not in self.shared_indexers)
+            if self.latent_sources and self.latent_sources[layer] != layer:
+                shares = self.latent_sources[layer]
             if self.sparse_layers and layer not in self.sparse_layers:
                 fields["ffn_sparsity"] = 0.0
             if self.lora is not None and self.lora.groups:
@@ -283,6 +293,7 @@ class ModelConfig:
                 experts=bool(self.experts) and layer not in (*self.dense_layers, *self.bare_layers),
                 bare=layer in self.bare_layers,
                 shares=shares,
+                chosen_by=chosen_by,
                 fields=tuple(fields.items()),
             )
 
@@ -300,7 +311,9 @@ class ModelConfig:
         are those without experts, where others have some, and in `bare_layers` those without a feed-forward; in
         `<path>_layers` those with another mixer than attention; in `full_layers` those without a window, where they
         have `full_fields`; in `shared_layers` and `shared_full_layers` those that read the keys and values of others,
-        and in `shared_latent_layers` those without an indexer, where others have one.
+        in `shared_latent_layers` those without an indexer, where others have one, and in `reading_latent_layers` those
+        that read the latents of others. `unrotated_` is before the names of those without rotary positions, where they
+        have `unrotated_fields`.
         `sparse_` is before the names of those with an `ffn_sparsity` that others lack, and `group1_` and so on of those
         that other groups of layers have (`layer_groups`).
         """
@@ -308,7 +321,10 @@ class ModelConfig:
         for layer, kind in enumerate(self.layer_configs):
             name = "layers" if kind.mixer.path == Attention.path else f"{kind.mixer.path}_layers"
             name = f"full_{name}" if self.full_fields and kind.window is None else name
-            name = name if kind.shares is None else f"shared_{name}"
+            name = f"unrotated_{name}" if self.unrotated_fields and kind.rope is None else name
+            if kind.shares is not None:
+                name = f"{'reading' if self.latent_sources else 'shared'}_{name}"
+            name = name if kind.chosen_by is None else f"shared_{name}"
             name = f"sparse_{name}" if layer in self.sparse_layers and len(self.sparse_layers) < self.layers else name
             if kind.bare:
                 name = f"bare_{name}"
@@ -324,19 +340,21 @@ class ModelConfig:
         """The runs of layers in order: of one layer each unless layers are scanned."""
         stack_of = {layer: name for name, layers in self.stacks.items() for layer in layers}
         start = {layer: index for layers in self.stacks.values() for index, layer in enumerate(layers)}
-        shares = [kind.shares for kind in self.layer_configs]
+        reads = [(kind.shares, kind.chosen_by) for kind in self.layer_configs]
+        shared, chosen = (set(layers) for layers in zip(*reads, strict=True))
 
         def kind_of_run(layer: int):
-            alone = not self.scan_layers or layer in shares
-            return stack_of[layer], shares[layer], layer if alone else None
+            alone = not self.scan_layers or layer in shared | chosen
+            return stack_of[layer], reads[layer], layer if alone else None
 
         groups = [tuple(layers) for _, layers in itertools.groupby(range(self.layers), kind_of_run)]
-        return tuple(
-            LayerRun(
-                layers, stack_of[layers[0]], start[layers[0]], self.scan_layers, shares[layers[0]], layers[0] in shares
-            )
-            for layers in groups
-        )
+
+        def run(layers: tuple[int, ...]) -> LayerRun:
+            first = layers[0]
+            passes = (first in shared, first in chosen)
+            return LayerRun(layers, stack_of[first], start[first], self.scan_layers, *reads[first], passes)
+
+        return tuple(map(run, groups))
 
     def grouped(self, kinds: Iterable[Hashable]) -> "ModelConfig":
         """The configuration whose layers are in one group where their `kinds` are equal, one of each layer."""

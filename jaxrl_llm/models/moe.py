@@ -3,6 +3,7 @@
 Arrays: M tokens, E experts, k experts per token, f channels per expert.
 """
 
+import dataclasses
 import functools
 import math
 import re
@@ -365,7 +366,8 @@ class MixtureOfExperts(nnx.Module):
 
     def __init__(self, config, rngs: nnx.Rngs):
         self.config = config
-        self.router = Linear(config.width, config.experts, config, rngs, config.expert_bias)
+        stored = dataclasses.replace(config, param_dtype="float32") if config.router_fp32 else config
+        self.router = Linear(config.width, config.experts, stored, rngs, config.expert_bias)
         # Of 32 bits whatever the others have, as in transformers: rounded numbers would choose other experts.
         zeros = jnp.zeros((config.experts,), jnp.float32)
         self.correction = nnx.Param(zeros) if config.router_correction else None

@@ -75,6 +75,9 @@ class Transformer(nnx.Module):
         self.embed_norm = RMSNorm(config.width, config, rngs) if config.embed_norm == "norm" else None
         self.positions = PositionEmbed(config, rngs) if config.learned_positions else None
         self.project_in = Linear(small, config.width, config, rngs) if small else None
+        # Of 32 bits whatever the others have: a rounded one would turn far positions by other angles.
+        zeros = jnp.zeros((config.rotated_size // 2,), jnp.float32)
+        self.log_frequencies = nnx.Param(zeros) if config.rope_learned else None
         self.per_layer = PerLayerEmbed(config, rngs) if config.per_layer_width else None
         streams = Streams if config.altup_streams else HyperStreams if config.hyper_streams else None
         self.streams = None if streams is None else streams(config, rngs)
@@ -112,8 +115,8 @@ class Transformer(nnx.Module):
         counted = mixed.segments != 0 if inputs.multiplicity is None else inputs.multiplicity
         replayed = None if inputs.experts is None else _by_run(self.config, inputs.experts)
 
-        def body(block: Block, x, experts, arrays, shared):
-            return block.apply(x, mixed._replace(shared=shared), counted, experts, arrays)
+        def body(block: Block, x, experts, arrays, read):
+            return block.apply(x, mixed._replace(**read), counted, experts, arrays)
 
         x, outputs = self._through_layers(body, x, inputs.tokens, replayed, images)
         routings = [routing for routing in outputs if routing is not None]
@@ -129,8 +132,8 @@ class Transformer(nnx.Module):
         inputs = Inputs(tokens, segments, images=images, prompt_width=tokens.shape[1])
         mixed, x, placed = self._embedded_rows(inputs)
 
-        def body(block: Block, x, _, arrays, shared):
-            return block.prefill(x, mixed._replace(shared=shared), arrays)
+        def body(block: Block, x, _, arrays, read):
+            return block.prefill(x, mixed._replace(**read), arrays)
 
         x, outputs = self._through_layers(body, x, tokens, images=placed)
         return self._last(x), *_caches_and_experts(self.config, outputs)
@@ -141,9 +144,9 @@ class Transformer(nnx.Module):
         `prompts` are the caches of `prefill` for the G prompts, `caches` those of `Net.empty_caches` for their rows.
         """
 
-        def body(block: Block, x, layer_caches, arrays, shared):
+        def body(block: Block, x, layer_caches, arrays, read):
             prompt, cache = layer_caches
-            return block.decode(x, inputs._replace(shared=shared), prompt, cache, arrays)
+            return block.decode(x, inputs._replace(**read), prompt, cache, arrays)
 
         layer_caches = tuple(zip(prompts, caches, strict=True))
         x, outputs = self._through_layers(body, self._embedded(tokens, inputs.positions), tokens, layer_caches)
@@ -285,9 +288,9 @@ class Transformer(nnx.Module):
         self, body, x, tokens, caches=None, images: ImageEmbeddings | None = None
     ) -> tuple[jax.Array, tuple]:
         """x after every layer, with the features that `images` add there, and the second results of
-        `body(block, x, cache, arrays, shared)`, one per run of layers.
+        `body(block, x, cache, arrays, read)`, one per run of layers.
 
-        Its third result is what a layer passes on, and `shared` what the one passes on whose work a layer shares.
+        Its third result is what a layer passes on, and `read` what a layer reads of that: fields of its mixer's inputs.
         """
         deep = 0 if images is None else images.values.shape[-1] // self.config.width - 1  # layers that images add to
         stacks = {}
@@ -296,15 +299,18 @@ class Transformer(nnx.Module):
         own = None if self.per_layer is None else self.per_layer(self._read(tokens), x)
         x = x if self.streams is None else self.streams.spread_out(x)
         outputs: list[Any] = []
-        passed_on: dict[int | None, Any] = {None: None}
+        passed_on: dict[int | None, Any] = {None: (None, None)}
         for number, run in enumerate(self.config.layer_runs):
             graph, state = stacks[run.stack] if run.scanned else nnx.split(self.layers[run.layers[0]])
             if run.scanned and len(run.layers) < len(self.config.stacks[run.stack]):
                 first, last = run.start, run.start + len(run.layers)
                 state = jax.tree.map(lambda x, a=first, b=last: jax.lax.slice_in_dim(x, a, b), state)
             arrays, stacked = _layer_arrays(self.config, run)
+            if self.log_frequencies is not None and arrays.inv_freq.size:
+                arrays = arrays._replace(inv_freq=arrays.inv_freq * jnp.exp(self.log_frequencies[...]))
+            read = {"shared": passed_on[run.shares][0], "chosen": passed_on[run.chosen_by][1]}
 
-            def step(x, layer, graph=graph, arrays=arrays, run=run):
+            def step(x, layer, graph=graph, arrays=arrays, run=run, read=read):
                 state, cache, own_arrays, number, own = layer
                 x, block = checkpoint_name(x, LAYER_INPUT), nnx.merge(graph, state)
                 own_arrays = arrays if own_arrays is None else own_arrays
@@ -312,13 +318,13 @@ class Transformer(nnx.Module):
                 if block.altup is not None:
                     streams = block.altup.predicted(x)
                     x = streams[..., 0, :]
-                x, out, passed = body(block, x, cache, own_arrays, passed_on[run.shares])
+                x, out, passed = body(block, x, cache, own_arrays, read)
                 x = block.finished(x, own, streams)
                 if images is not None and number is not None:
                     added = functools.partial(deepened, images=images, layer=number)
                     x = jax.lax.cond(number < deep, added, lambda x: x, x)
                     x = constrain(x, "rows", "positions", None)
-                return x, (out, passed if run.is_read else None)
+                return x, (out, tuple(part if used else None for part, used in zip(passed, run.passes, strict=True)))
 
             if self.config.remat != "none":
                 # A scan keeps XLA from merging the recomputation with the forward pass; unrolled, a barrier must.
@@ -334,7 +340,7 @@ class Transformer(nnx.Module):
             )
             x, (out, passed) = jax.lax.scan(step, x, layer) if run.scanned else step(x, layer)
             outputs.append(out)
-            if run.is_read:
+            if any(run.passes):
                 passed_on[run.layers[0]] = jax.tree.map(lambda x: x[0], passed) if run.scanned else passed
         return x if self.streams is None else self.streams.gathered(x), tuple(outputs)
 

@@ -1,6 +1,7 @@
 """Tiny random models with vision, made by transformers, and rows with images for them."""
 
 import itertools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,7 @@ from transformers import (
     LlavaOnevisionConfig,
     MiniMaxM3VLConfig,
     Mistral3Config,
+    MistralLarge4Config,
     MllamaConfig,
     Ovis2Config,
     PaliGemmaConfig,
@@ -160,7 +162,7 @@ GRIDS = [(2, 2), (1, 1), (7, 3)]
 ANY_SIZE = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v",
     "glm_ocr", "exaone4_5", "mistral3", "gemma4", "gemma4_unified", "lfm2_vl", "pixtral", "video_llama_3",
-    "kimi_k25", "lighton_ocr", "lfm3_vl", "minimax_m3_vl", "ovis2",
+    "kimi_k25", "lighton_ocr", "lfm3_vl", "minimax_m3_vl", "ovis2", "mistral_large4",
 )  # fmt: skip
 UNMERGED = ("pixtral", "gemma4_unified", "video_llama_3")  # of these, those whose patches are tokens
 STILL = (
@@ -170,6 +172,7 @@ STILL = (
     "kimi_k25",
     "lighton_ocr",
     "ovis2",
+    "mistral_large4",
     *UNMERGED,
 )  # and those whose patches have no frames
 TOKENS = {
@@ -428,6 +431,11 @@ VISION = {
         multimodal_projector_bias=True,
         tie_word_embeddings=False,
     ),
+    "mistral_large4": lambda: MistralLarge4Config(
+        text_config=VARIANTS["mistral_large4-text"]().text_config.to_dict(),
+        vision_config=PIXTRAL,
+        image_token_index=IMAGE_TOKEN,
+    ),
 }
 
 
@@ -597,7 +605,7 @@ def as_torch(oracle, document: Document) -> dict[str, torch.Tensor]:
     """The arguments of transformers for a document as a row."""
     ids = torch.tensor(document.tokens)[None]
     found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if variant_of(oracle) in ("mistral3", "pixtral", "lighton_ocr"):
+    if variant_of(oracle) in ("mistral3", "mistral_large4", "pixtral", "lighton_ocr"):
         sizes = torch.tensor([image.shape[:2] for image in document.pixels])
         if not len(sizes):
             return found
@@ -723,12 +731,21 @@ def oracle_image_gradients(oracle, documents) -> dict[str, np.ndarray]:
     untrained = {name: np.zeros(x.shape) for name, x in oracle.named_buffers() if name.endswith(UNTRAINED)}
     # Those of an encoder's layers that are not read have none.
     grads = {name: x.grad.numpy() if x.grad is not None else np.zeros(x.shape) for name, x in oracle.named_parameters()}
-    return in_files(oracle, _fused(oracle, grads | untrained))
+    grads = _fused(oracle, grads | untrained)
+    # Compared by the names of modules, which those of Mistral's own files are far from.
+    return grads if oracle.config.model_type == "mistral_large4" else in_files(oracle, grads)
 
 
 def _fused(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The arrays, in which queries, keys and values of Kimi K2.5's encoder are one, and pairs of dimensions that turn
-    together neighbours, as in its files."""
+    together neighbours, as in its files and those of Mistral Large 4."""
+    if oracle.config.model_type == "mistral_large4":
+        turned = re.compile(r"vision_tower\..*\.[qk]_proj\.")
+        halves = (oracle.config.vision_config.num_attention_heads, 2, -1)
+        return {
+            name: x.reshape(*halves, x.shape[-1]).swapaxes(1, 2).reshape(x.shape) if turned.search(name) else x
+            for name, x in arrays.items()
+        }
     if oracle.config.model_type != "kimi_k25":
         return arrays
     own = {name: x for name, x in arrays.items() if ".vision_tower." in name and "_proj." in name}

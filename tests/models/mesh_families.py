@@ -27,7 +27,7 @@ def logits_and_gradients(net, params, tokens, segments, images=None):
 
 
 @pytest.mark.parametrize("way", ["cpu", "accelerator"])
-@pytest.mark.parametrize("variant", [*FAMILIES, "gemma4_text-experts", "glm_moe_dsa-shared"])
+@pytest.mark.parametrize("variant", [*FAMILIES, "gemma4_text-experts", "glm_moe_dsa-shared", "mistral_large4-text"])
 def test_eight_devices_compute_the_same(variant, way, tmp_path, monkeypatch):
     """Rows, parameters and heads are cut, and the experts or, of the other families, the positions."""
     config = VARIANTS[variant]()

@@ -89,6 +89,8 @@ from transformers import (
     Mistral4Config,
     Mistral4ForCausalLM,
     MistralConfig,
+    MistralLarge4Config,
+    MistralLarge4ForConditionalGeneration,
     MixtralConfig,
     MptConfig,
     NanoChatConfig,
@@ -129,6 +131,7 @@ from jaxrl_llm.training.update import add_gradients
 
 # Which transformers knows as a part of others alone.
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+AutoModelForCausalLM.register(MistralLarge4Config, MistralLarge4ForConditionalGeneration, exist_ok=True)
 VOCAB = 97
 WINDOW = 5  # shorter than the documents of the tests
 SHAPE: dict[str, Any] = {
@@ -234,6 +237,17 @@ LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope
 # Of the 12 tokens of a document 5 are seen; heads enough that hardly a token has the score 0, as others have.
 SPARSE = {
     **LATENT, "index_topk": WINDOW, "index_head_dim": 6, "index_n_heads": 12,
+}  # fmt: skip
+# All four kinds of layers, with rotary positions and without.
+MISTRAL_LARGE4: dict[str, Any] = {
+    **SHAPE, **SPARSE, "q_lora_rank": None, "num_key_value_heads": 4, "num_hidden_layers": 6, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "no_rope_layers": [1, 1, 0, 1, 0, 1],
+    "kv_source_layers": [0, 0, 2, 0, 2, 5], "indexer_types": ["full", "shared", "full", "full", "shared", "full"],
+    "final_logit_softcapping": 3.0, "rms_norm_eps": 1e-3,
+}  # fmt: skip
+SMALL_PIXTRAL: dict[str, Any] = {
+    "model_type": "pixtral", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+    "num_attention_heads": 3, "patch_size": 4, "initializer_range": 0.15, "hidden_act": "silu",
 }  # fmt: skip
 VARIANTS = {
     "llama": lambda: LlamaConfig(**SHAPE),
@@ -605,6 +619,17 @@ VARIANTS = {
         moe_intermediate_size=16, n_routed_experts=4, norm_topk_prob=False, attention_bias=True, rope_interleave=False,
         rope_parameters=YARN_ROPE | {"llama_4_scaling_beta": 0.0},
     ),
+    "mistral_large4-text": lambda: MistralLarge4Config(
+        text_config=MISTRAL_LARGE4, vision_config=SMALL_PIXTRAL, image_token_index=90
+    ),
+    "mistral_large4-plain": lambda: MistralLarge4Config(
+        text_config=MISTRAL_LARGE4 | {
+            "num_hidden_layers": 2, "attention_bias": True, "no_rope_layers": [1, 1], "kv_source_layers": None,
+            "indexer_types": None, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "n_shared_experts": 2,
+            "rope_parameters": YARN_ROPE | {"mscale_all_dim": 1.0, "mscale": 1.0}, "mlp_layer_types": ["sparse"] * 2,
+        },
+        vision_config=SMALL_PIXTRAL, image_token_index=90, multimodal_projector_bias=True,
+    ),
     "hy_v3": lambda: HYV3Config(
         **SHAPE | {"num_hidden_layers": 3}, head_dim=16, num_experts_per_tok=2, num_experts=4, moe_intermediate_size=16,
         num_shared_experts=2, attention_bias=True,
@@ -732,9 +757,11 @@ VARIANTS = {
 UNTRAINED = (
     "e_score_correction_bias", "expert_bias", "layer_scalar", "act_fn.beta", "act_fn.eps", "std_bias", "std_scale",
     "_min", "_max", "indexer.wq_b.weight", "indexer.wk.weight", "indexer.k_norm.weight", "indexer.k_norm.bias",
-    "indexer.weights_proj.weight",
+    "indexer.weights_proj.weight", "indexer.q_input_norm.weight", "indexer.q_input_norm.bias",
+    "indexer.ssmax_scaling.s", "indexer.ssmax_scaling.b", "indexer.softmax_scaling.scale",
+    "indexer.softmax_scaling.bias",
 )  # fmt: skip
-SHAKEN = ("bias", "sinks", "scale", "router.gate.weight", "alpha_p", "alpha_n")
+SHAKEN = ("bias", "sinks", "scale", "router.gate.weight", "alpha_p", "alpha_n", "rotary_emb.alpha")
 NO_CLASSIFIER = (  # of which transformers has none
     "granite", "olmoe", "gemma3n_text", "gemma4_text", "qwen3_5_moe_text", "llama4_text", "glm4_moe", "glm4_moe_lite",
     "minimax_m2", "ernie4_5", "lfm2", "lfm2_moe", "lfm3", "granitemoehybrid", "nemotron_h", "afmoe", "kimi_linear",
@@ -743,7 +770,7 @@ NO_CLASSIFIER = (  # of which transformers has none
     "gemma4_unified_text", "exaone_moe", "granite_swa", "granitemoe_swa", "youtu", "internlm3", "hyperclovax",
     "iquestcoder", "sarvam_moe", "sarvam_mla", "deepseek_v32", "glm_moe_dsa", "hy_v3", "mellum", "cohere2_moe",
     "mimo_v2_flash", "laguna", "apertus1p5_text", "bailing_hybrid", "kolibri1",
-    "minimax_m3_vl_text", "bamba", "mamba", "falcon_mamba", "mamba2", "dbrx",
+    "minimax_m3_vl_text", "mistral_large4", "bamba", "mamba", "falcon_mamba", "mamba2", "dbrx",
 )  # fmt: skip
 # Families whose nets another describes too.
 ALIKE = {
@@ -836,6 +863,24 @@ OWN_NAMES = {  # of modules in transformers, and in files
     "laguna": [
         ("gate.e_score_correction_bias", "experts.e_score_correction_bias"), ("shared_experts", "shared_expert"),
     ],
+    "mistral_large4": [
+        ("model.language_model.rotary_emb.alpha", "lerope.alpha"),
+        ("model.language_model.embed_tokens", "tok_embeddings"), ("model.language_model.", ""),
+        ("model.multi_modal_projector.norm", "pre_mm_projector_norm"), ("model.multi_modal_projector.patch_", "patch_"),
+        ("model.multi_modal_projector.linear_1", "vision_language_adapter.w_in"),
+        ("model.multi_modal_projector.linear_2", "vision_language_adapter.w_out"),
+        ("model.vision_tower", "vision_encoder"), ("lm_head", "output"), (".self_attn.", ".attention."),
+        ("kv_a_proj_with_mqa", "wkv_a_with_mqa"), ("kv_b_proj", "wkv_b"), *((f"{x}_proj", f"w{x}") for x in "qkvo"),
+        ("input_layernorm", "attention_norm"), ("post_attention_layernorm", "ffn_norm"),
+        ("kv_a_layernorm", "kv_a_norm"), ("mlp.gate.", "gate."), ("mlp.experts", "experts"),
+        ("mlp.shared_experts", "shared_experts"), (".mlp.", ".feed_forward."),
+        ("softmax_scaling.scale", "ssmax_scaling.s"), ("softmax_scaling.bias", "ssmax_scaling.b"),
+        *(
+            (f"{part}.{theirs}_proj", f"{part}.{own}")
+            for part in ("feed_forward", "shared_experts")
+            for theirs, own in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+        ),
+    ],
     "mimo_v2_flash": [("self_attn.sinks", "self_attn.attention_sink_bias")],
     "phimoe": [("mlp.router.", "mlp.gate.")],
     "exaone_moe": [("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias")],
@@ -866,7 +911,7 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Arrays by parameter of transformers as tensors of files, which hold each expert's matrices by themselves."""
     family = oracle.config.model_type
     mixtral = family in ("mixtral", "minimax_m2", "phimoe")
-    numbered = mixtral or family in ("lfm2_moe", "kimi_linear")
+    numbered = mixtral or family in ("lfm2_moe", "kimi_linear", "mistral_large4")
     gate, up, down = ("w1", "w3", "w2") if numbered else ("gate_proj", "up_proj", "down_proj")
     found = {}
     granite = {

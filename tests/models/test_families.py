@@ -159,7 +159,8 @@ def test_gradients_equal_autograd_for_every_parameter(oracle, model, documents):
     assert {tensor.name for tensor in tensors} == set(expected)
     for tensor in tensors:
         reference = of_files(tensor, expected)
-        used = tensor.expert is None or np.abs(reference).max() > 0  # few tokens may leave an expert out
+        seen = tensor.expert is None and not tensor.leaf.startswith("vision/")  # by rows without images
+        used = seen or np.abs(reference).max() > 0  # few tokens may leave an expert out
         assert (np.abs(reference).max() > 0) != tensor.name.endswith(oracles.UNTRAINED) or not used, tensor.name
         np.testing.assert_allclose(
             in_parameters(tensor, found), reference, atol=1e-5, rtol=1e-4, err_msg=f"{tensor.name} {tensor.leaf}"
@@ -247,6 +248,7 @@ OTHER_ROTARY = (
     "gemma4", "nemotron_h", "kimi_linear", "olmo_hybrid", "hunyuan_v1_dense-alpha", "gpt2", "opt", "lfm3", "gptj",
     "granite_swa", "granitemoe_swa", "mellum", "mimo_v2_flash", "laguna",
     "gpt_neo", "gpt_bigcode", "bloom", "mpt", "bamba-biases", "mamba", "falcon_mamba", "dbrx", "jamba",
+    "mistral_large4",
 )  # fmt: skip
 
 

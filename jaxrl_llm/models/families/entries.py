@@ -12,7 +12,7 @@ KINDS = {
         "architectures", "layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers", "moe_layers",
         "full_attn_idxs", "layers_block_type", "time_step_limit", "activation_sparsity_pattern",
         "fullatt_block_indexes", "deepstack_visual_indexes", "indexer_types", "mrope_section",
-        "supported_aspect_ratios",
+        "supported_aspect_ratios", "kv_source_layers",
     ),
     (dict, "an object"): (
         "rope_parameters", "rope_scaling", "per_layer_config", "quantization_config", "text_config", "vision_config",

@@ -21,23 +21,29 @@ DEFAULTS = {
     "n_group": 1,
     "topk_group": 1,
     "index_n_heads": 32,
-    "index_topk_freq": 1,
-    "index_skip_topk_offset": 2,
 }  # for entries that are left out
 
 
-def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
-    hf, layers = DEFAULTS | hf, positive(hf, "num_hidden_layers")
+def shared_indexers(hf: dict[str, Any]) -> tuple[int, ...]:
+    """The layers that attend to what another layer's indexer chooses; raises ConfigError for other types of them."""
+    hf = {"index_topk_freq": 1, "index_skip_topk_offset": 2} | hf
+    layers = positive(hf, "num_hidden_layers")
     every, first = (int(number(entry, hf[entry])) for entry in ("index_topk_freq", "index_skip_topk_offset"))
     types = hf.get("indexer_types") or hf.get("index_topk_pattern")
     types = types or ["shared" if max(layer - first + 1, 0) % max(every, 1) else "full" for layer in range(layers)]
     types = [TYPES.get(kind, kind) for kind in types]
     if len(types) != layers or set(types) - {*TYPES.values()} or types[0] != "full":
         refuse("indexer_types", types, f"full or shared for each of the {layers} layers, and full for the first")
+    return tuple(layer for layer, kind in enumerate(types) if kind == "shared")
+
+
+def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
+    hf = DEFAULTS | hf
+    shared, layers = shared_indexers(hf), range(positive(hf, "num_hidden_layers"))
     fields = {
         "index_interleaved": True,
-        "shared_indexers": tuple(layer for layer, kind in enumerate(types) if kind == "shared"),
-        "mixers": tuple(SparseLatentAttention if kind == "full" else SharedSparseAttention for kind in types),
+        "shared_indexers": shared,
+        "mixers": tuple(SharedSparseAttention if layer in shared else SparseLatentAttention for layer in layers),
     }
     return deepseek_v32.read(hf, ARCHITECTURE, overrides, fields)
 

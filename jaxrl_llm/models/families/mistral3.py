@@ -4,7 +4,7 @@ size, squares of whose patches become tokens, and a Mistral, Ministral 3 or Mist
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, llava, ministral3, mistral, mistral4, qwen_vl, siglip
-from jaxrl_llm.models.families.decoder import TensorName, linear, maps
+from jaxrl_llm.models.families.decoder import TensorName, maps
 from jaxrl_llm.models.families.entries import computed, entries_of_sizes, number, positive, refuse
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.vision.patch_rows import PatchRowsConfig
@@ -18,18 +18,24 @@ LAYERS = "vision/encoder/layers"
 
 def vision_keys(tower: str, projector: str) -> tuple[TensorName, ...]:
     """The keys of a vision part whose encoder's and projector's names begin so."""
+    maps_of_square = {"proj": "patch_merger.merging_layer", "fc1": "linear_1", "fc2": "linear_2"}
+    return (
+        *encoder_keys(tower, {x: f"{x}_proj" for x in "qkvo"}, decoder.GATED),
+        TensorName("vision/encoder/merger/norm/scale", f"{projector}.norm.weight"),
+        *maps("vision/encoder/merger", projector, maps_of_square),
+    )
+
+
+def encoder_keys(tower: str, attention: dict[str, str], gated: dict[str, str]) -> tuple[TensorName, ...]:
+    """The keys of an encoder whose names begin so, with these names of the maps in its layers."""
     layer = f"{tower}transformer.layers.{{layer}}."
-    attention = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj"}
     return (
         TensorName("vision/encoder/patch/kernel", f"{tower}patch_conv.weight", transpose=True),
         TensorName("vision/encoder/patch_norm/scale", f"{tower}ln_pre.weight"),
         TensorName(f"{LAYERS}/norm1/scale", f"{layer}attention_norm.weight"),
-        *maps(f"{LAYERS}/attention", f"{layer}attention", attention),
+        *maps(f"{LAYERS}/attention", f"{layer}attention", {"out" if x == "o" else x: attention[x] for x in "qkvo"}),
         TensorName(f"{LAYERS}/norm2/scale", f"{layer}ffn_norm.weight"),
-        *maps(f"{LAYERS}/mlp", f"{layer}feed_forward", decoder.GATED),
-        TensorName("vision/encoder/merger/norm/scale", f"{projector}.norm.weight"),
-        *linear("vision/encoder/merger/proj", f"{projector}.patch_merger.merging_layer"),
-        *maps("vision/encoder/merger", projector, {"fc1": "linear_1", "fc2": "linear_2"}),
+        *maps(f"{LAYERS}/mlp", f"{layer}feed_forward", gated),
     )
 
 

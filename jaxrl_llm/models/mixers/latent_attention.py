@@ -6,6 +6,7 @@ Letters: c numbers of a latent, e rotated numbers of a key, which all heads shar
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,19 @@ from jaxrl_llm.models.mixers.attention import (
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs
 from jaxrl_llm.models.rope import Rope, rotate
 
-NORM_EPS = 1e-6  # of the latents' norms, whatever the model's own
+
+class QueryGrowth(nnx.Module):
+    """The factors `s log(t + 1) + b` of the queries at position t, of which each head has an s and a b (scalable
+    softmax, arXiv 2501.19399), in fp32."""
+
+    def __init__(self, heads: int, dtype: str):
+        self.scale, self.shift = nnx.Param(jnp.zeros((heads,), dtype)), nnx.Param(jnp.ones((heads,), dtype))
+
+    def __call__(self, q, positions):
+        """The queries `[...,t,H,d]` of positions `[...,t]`."""
+        scale, shift = (x[...].astype(jnp.float32) for x in (self.scale, self.shift))
+        factors = scale * jnp.log1p(positions.astype(jnp.float32))[..., None] + shift
+        return (q * factors[..., None]).astype(q.dtype)
 
 
 class LatentAttention(nnx.Module):
@@ -38,6 +51,7 @@ class LatentAttention(nnx.Module):
 
     path = "latent"
     shares_prefixes = True
+    projects_latents = True  # False: they are those of the layer that `LayerConfig.shares` names, and not cached again
     layer_arrays = staticmethod(Attention.layer_arrays)
 
     @staticmethod
@@ -48,44 +62,52 @@ class LatentAttention(nnx.Module):
     def __init__(self, config, rngs: nnx.Rngs):
         self.config = c = config
         plain = c.head_dim - c.rotated_size
-        inner = dataclasses.replace(c, norm_eps=NORM_EPS)
+        inner = dataclasses.replace(c, norm_eps=c.norm_eps if c.latent_norm_eps is None else c.latent_norm_eps)
         out = c.heads * c.head_dim
         self.q = None if c.query_rank else Linear(c.width, out, c, rngs, name="q")
         self.q_a = Linear(c.width, c.query_rank, c, rngs, c.attention_bias, "q_a") if c.query_rank else None
         self.q_a_norm = RMSNorm(c.query_rank, inner, rngs) if c.query_rank else None
         self.q_b = Linear(c.query_rank, out, c, rngs, name="q_b") if c.query_rank else None
-        self.kv_a = Linear(c.width, c.latent_size + c.rotated_size, c, rngs, c.attention_bias, "kv_a")
-        self.kv_a_norm = RMSNorm(c.latent_size, inner, rngs)
+        own, stored = self.projects_latents, c.latent_size + c.rotated_size
+        self.kv_a = Linear(c.width, stored, c, rngs, c.attention_bias, "kv_a") if own else None
+        self.kv_a_norm = RMSNorm(c.latent_size, inner, rngs) if own else None
         self.kv_b = Linear(c.latent_size, c.heads * (plain + c.value_head_dim), c, rngs, name="kv_b")
         self.o = Linear(c.heads * c.value_head_dim, c.width, c, rngs, c.attention_output_bias, "o")
         self.gate = Linear(c.width, c.heads, c, rngs, name="z") if c.attention_gate else None  # of each head
+        self.growth = QueryGrowth(c.heads, c.param_dtype) if c.query_growth_learned else None
 
-    def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, jax.Array]:
-        """Output `[N,T,D]` and the latents `[N,T,c+e]`."""
+    def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, Any]:
+        """Output `[N,T,D]` and the layer's own latents `[N,T,c+e]`."""
         c = self.config
         if inputs.inv_freq is not None:
             arrays = arrays._replace(inv_freq=inputs.inv_freq)
-        plain, rotated, latents = self._project(x, inputs.positions, arrays)
+        plain, rotated = self._queries(x, inputs.positions, arrays)
+        own = self._latents(x, inputs.positions, arrays)
+        latents = inputs.shared if own is None else own
         keys_values = self.kv_b(latents[..., : c.latent_size]).reshape(*x.shape[:-1], c.heads, -1)
         keys, values = jnp.split(keys_values, [c.head_dim - c.rotated_size], axis=-1)
         shared = jnp.broadcast_to(latents[..., None, c.latent_size :], (*keys.shape[:-1], c.rotated_size))
         q, k = jnp.concatenate([plain, rotated], axis=-1), jnp.concatenate([keys, shared], axis=-1)
         out = attend(c, q[..., None, :], k, values, inputs, arrays.window)
-        return self._output(out, x), constrain(latents, "rows", None, None)
+        return self._output(out, x), () if own is None else constrain(own, "rows", None, None)
 
     def decode(
         self, x, inputs: DecodeInputs, prompt, cache, arrays: AttentionArrays, chosen=None
-    ) -> tuple[jax.Array, jax.Array]:
-        """The next W tokens of each row: output `[G,R*W,D]` and the row's latents `[G,R,S,c+e]` with theirs.
+    ) -> tuple[jax.Array, Any]:
+        """The next W tokens of each row: output `[G,R*W,D]` and the row's latents `[G,R,S,1,c+e]` with theirs.
 
         Of what they see they attend to the `chosen` tokens of prompt `[G,R,W,P]` and row `[G,R,W,S]`, or to all.
         """
         c, (groups, rows) = self.config, inputs.length.shape
-        plain, rotated, latents = (
-            a.reshape(groups, rows, -1, *a.shape[3:])
-            for a in self._project(x[:, :, None], inputs.positions[:, :, None], arrays)
-        )
-        cache = write_tokens(cache, latents[..., None, :], inputs.length, "cjd", sharded=False)
+        places = (inputs.positions[:, :, None], arrays)
+        shape = (groups, rows, x.shape[1] // rows)  # said in full: rotated ones may have no numbers
+        plain, rotated = (a.reshape(*shape, *a.shape[3:]) for a in self._queries(x[:, :, None], *places))
+        own = self._latents(x[:, :, None], *places)
+        if own is None:
+            prompt, stored = inputs.shared
+        else:
+            own = own.reshape(*shape, 1, own.shape[-1])
+            stored = cache = write_tokens(cache, own, inputs.length, "cjd", sharded=False)
         to_keys = to_values = self.kv_b.matrix(x.dtype).reshape(c.latent_size, c.heads, -1)
         if jax.default_backend() == "gpu":
             # Both maps are read whole, where of parts XLA would write a copy first. Zeros meet the map to values.
@@ -95,11 +117,11 @@ class LatentAttention(nnx.Module):
         q = jnp.concatenate([jnp.einsum("grwhn,chn->grwhc", plain, to_keys), rotated], axis=-1)
         if chosen is None and by_kernel(c, q.dtype):
             start = inputs.prompt_mask.shape[1] - inputs.prompt_mask.sum(-1)
-            stored = (prompt[:, None],), (cache.swapaxes(2, 3),)  # keys of one head
-            seen = decode_attention(q[:, :, None], *stored, start, inputs.length, latent=c.latent_size)[:, :, 0]
+            heads = (prompt[:, None],), (stored.swapaxes(2, 3),)  # keys of one head
+            seen = decode_attention(q[:, :, None], *heads, start, inputs.length, latent=c.latent_size)[:, :, 0]
         else:
             in_prompt = einsum("grwhc,gpc->grwhp", q, prompt)
-            in_row = einsum("grwhc,grsc->grwhs", q, cache[..., 0, :])
+            in_row = einsum("grwhc,grsc->grwhs", q, stored[..., 0, :])
             place = (inputs.length[:, :, None] + jnp.arange(q.shape[2]))[..., None, None]
             prompt_seen, row_seen = inputs.prompt_mask[:, None, None, None], jnp.arange(in_row.shape[-1]) <= place
             if chosen is not None:
@@ -108,29 +130,39 @@ class LatentAttention(nnx.Module):
             in_row = jnp.where(row_seen, in_row, MASKED)
             in_prompt, in_row = (a.astype(x.dtype) for a in combined_softmax(in_prompt, in_row))
             seen = einsum("grwhp,gpc->grwhc", in_prompt, prompt[..., : c.latent_size])
-            seen += einsum("grwhs,grsc->grwhc", in_row, cache[..., 0, : c.latent_size])
+            seen += einsum("grwhs,grsc->grwhc", in_row, stored[..., 0, : c.latent_size])
         out = jnp.einsum("grwhc,chv->grwhv", seen.astype(x.dtype), to_values)[..., -c.value_head_dim :]
         return self._output(out, x), cache
 
     @staticmethod
-    def empty_cache(prompt, rows: int, size: int) -> jax.Array:
-        """Latents `[...,G,R,S,1,c+e]` of rows, of prompts `[...,G,P,c+e]`."""
-        *lead, _, d = prompt.shape
-        empty = jnp.zeros((*lead, rows, size, 1, d), prompt.dtype)
-        return constrain(empty, *(None,) * (len(lead) - 1), "rows", *(None,) * 4)
+    def empty_cache(prompt, rows: int, size: int) -> Any:
+        """Latents `[...,G,R,S,1,c+e]` of rows, of prompts `[...,G,P,c+e]`, and what else there is of that form."""
+
+        def empty(x):
+            *lead, _, d = x.shape
+            return constrain(
+                jnp.zeros((*lead, rows, size, 1, d), x.dtype), *(None,) * (len(lead) - 1), "rows", *(None,) * 4
+            )
+
+        return jax.tree.map(empty, prompt)
 
     @staticmethod
-    def grow_cache(cache, size: int) -> jax.Array:
+    def grow_cache(cache, size: int) -> Any:
         """The row caches with room for `size` tokens."""
-        return jnp.pad(cache, ((0, 0),) * (cache.ndim - 3) + ((0, size - cache.shape[-3]), (0, 0), (0, 0)))
+        return jax.tree.map(
+            lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 3) + ((0, size - x.shape[-3]), (0, 0), (0, 0))), cache
+        )
 
     @staticmethod
-    def prompt_cache(prompt, row, end, size: int) -> jax.Array:
+    def prompt_cache(prompt, row, end, size: int) -> Any:
         """Prompt caches of `size` tokens: those before the place `end` of prompts with their only rows behind them."""
-        if row is not None:
-            prompt = jnp.concatenate([prompt, row[..., 0, :, 0, :]], axis=-2)
-        padded = jnp.pad(prompt, ((0, 0),) * (prompt.ndim - 2) + ((size, 0), (0, 0)))
-        return jax.lax.dynamic_slice_in_dim(padded, end, size, axis=prompt.ndim - 2)
+
+        def cut(x, *own):
+            x = jnp.concatenate([x, *(a[..., 0, :, 0, :] for a in own)], axis=-2)
+            padded = jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((size, 0), (0, 0)))
+            return jax.lax.dynamic_slice_in_dim(padded, end, size, axis=x.ndim - 2)
+
+        return jax.tree.map(cut, prompt, *(() if row is None else (row,)))
 
     def _output(self, out, x):
         """The layer's output `[...,D]` of the heads' `[...,H,v]`, times the sigmoid of their gates where they have."""
@@ -139,8 +171,8 @@ class LatentAttention(nnx.Module):
             out *= jax.nn.sigmoid(self.gate(x).astype(jnp.float32)).astype(out.dtype)[..., None]
         return self.o(out.reshape(*x.shape[:-1], -1))
 
-    def _project(self, x, positions, arrays: AttentionArrays):
-        """Queries (scaled), not rotated and rotated, `[...,t,H,n]` and `[...,t,H,e]`, and latents `[...,t,c+e]`."""
+    def _queries(self, x, positions, arrays: AttentionArrays) -> tuple[jax.Array, jax.Array]:
+        """Queries (scaled), the numbers that are not rotated `[...,t,H,n]` and those that are `[...,t,H,e]`."""
         c = self.config
         if self.q_a is not None and self.q_a_norm is not None and self.q_b is not None:
             q = self.q_b(self.q_a_norm(self.q_a(x)))
@@ -149,11 +181,17 @@ class LatentAttention(nnx.Module):
             q = self.q(x)
         q = q.reshape(*x.shape[:-1], c.heads, c.head_dim) * score_scale(c.head_dim, c.rope)
         q = grown(c, q, positions, arrays)
-        latent, shared = jnp.split(self.kv_a(x), [c.latent_size], axis=-1)
+        q = q if self.growth is None else self.growth(q, positions)
         plain, rotated = jnp.split(q, [c.head_dim - c.rotated_size], axis=-1)
-        turn = (positions, arrays.inv_freq, arrays.scale, c.rope_interleaved)
-        rotated, shared = rotate(rotated, *turn), rotate(shared[..., None, :], *turn)[..., 0, :]
-        return plain, rotated, jnp.concatenate([self.kv_a_norm(latent), shared], axis=-1)
+        return plain, rotate(rotated, positions, arrays.inv_freq, arrays.scale, c.rope_interleaved)
+
+    def _latents(self, x, positions, arrays: AttentionArrays) -> jax.Array | None:
+        """Latents `[...,t,c+e]`, None where they are those of another layer."""
+        if self.kv_a is None or self.kv_a_norm is None:
+            return None
+        latent, shared = jnp.split(self.kv_a(x), [self.config.latent_size], axis=-1)
+        turn = (positions, arrays.inv_freq, arrays.scale, self.config.rope_interleaved)
+        return jnp.concatenate([self.kv_a_norm(latent), rotate(shared[..., None, :], *turn)[..., 0, :]], axis=-1)
 
 
 def score_scale(size: int, rope: Rope) -> float:

@@ -24,7 +24,8 @@ class LayerConfig:
     window: int | None = None  # a token sees this many, itself included; None: all before it
     experts: bool = False  # a mixture of experts; False: a dense feed-forward
     bare: bool = False  # no feed-forward behind the mixer
-    shares: int | None = None  # the layer whose keys and values, or choice of tokens, it reads; None: its own
+    shares: int | None = None  # the layer whose keys and values it reads; None: its own
+    chosen_by: int | None = None  # the layer whose choice of tokens it attends to; None: its own, or to all
     fields: tuple[tuple[str, Any], ...] = ()  # of the ModelConfig, which differ in this layer
 
 
@@ -49,6 +50,7 @@ class AttentionInputs(NamedTuple):
     rotary: jax.Array | None = None  # [N,T,r/2] position of each frequency, where positions have several axes
     shift: jax.Array | None = None  # [N] added to the positions of tokens behind a prompt, where they have several axes
     shared: Any = None  # what the layer's `LayerConfig.shares` passes on
+    chosen: Any = None  # what its `LayerConfig.chosen_by` has chosen
     shown: ShownImages | None = None  # of models that have layers which read images
 
 
@@ -59,14 +61,16 @@ class DecodeInputs(NamedTuple):
     prompt_mask: jax.Array  # [G,P] False on padding
     length: jax.Array  # [G,R] tokens in the row's cache before the first of the W
     shared: Any = None  # what the layer's `LayerConfig.shares` passes on
+    chosen: Any = None  # what its `LayerConfig.chosen_by` has chosen
 
 
 class Passing(NamedTuple):
     """A cache, and what else the layer and others get of a mixer."""
 
     cache: Any
-    passed: Any  # on to the layers that share some of this one's work, in place of its caches
+    passed: Any  # on to the layers that read the keys and values of this one, in place of its caches
     gate: jax.Array | None = None  # [..., 1] times the outputs of the feed-forward; of no size: the layer adds nothing
+    chosen: Any = None  # the tokens that this layer attends to, which others are to attend to too
 
     @classmethod
     def of(cls, cache, caches) -> "Passing":

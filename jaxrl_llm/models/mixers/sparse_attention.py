@@ -7,7 +7,7 @@ choice has no gradient, so that training keeps the indexer as it is. It may serv
 Letters: i heads of the indexer, e numbers of each; others as in latent_attention.py.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,36 +16,43 @@ from flax import nnx
 from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.layers import LayerNorm, Linear
 from jaxrl_llm.models.mixers.attention import AttentionArrays, einsum, write_tokens
-from jaxrl_llm.models.mixers.latent_attention import NORM_EPS, LatentAttention
+from jaxrl_llm.models.mixers.latent_attention import LatentAttention, QueryGrowth
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, Passing
 from jaxrl_llm.models.rope import rotate
 
 UNSEEN = -jnp.inf  # the score of a token that is not seen
+NORM_EPS = 1e-6  # of the indexer's layer norms
 
 
 class SparseCache(NamedTuple):
     """The latents of tokens, and their keys for the indexer: both as `LatentAttention` has latents."""
 
-    latents: jax.Array
+    latents: Any  # (): they are those of another layer
     keys: jax.Array
 
 
 class Indexer(nnx.Module):
-    """The heads that rate tokens: `I[t,s] = sum_i w[t,i] relu(q[t,i] . k[s])`, all of it in fp32."""
+    """The heads that rate tokens: `I[t,s] = sum_i w[t,i] relu(q[t,i] . k[s])`, all of it in fp32.
+
+    Its queries are made of what latent queries are made of or, where there are none, of hidden states behind a norm.
+    """
 
     def __init__(self, config, rngs: nnx.Rngs):
         self.config = c = config
-        self.q = Linear(c.query_rank, c.index_heads * c.index_head_dim, c, rngs)
+        self.q_norm = None if c.query_rank else LayerNorm(c.width, NORM_EPS, c.param_dtype)
+        self.q = Linear(c.query_rank or c.width, c.index_heads * c.index_head_dim, c, rngs)
+        self.growth = QueryGrowth(c.index_heads, c.param_dtype) if c.query_growth_learned else None
         self.k = Linear(c.width, c.index_head_dim, c, rngs)
         self.k_norm = LayerNorm(c.index_head_dim, NORM_EPS, c.param_dtype)
         self.proj = Linear(c.width, c.index_heads, c, rngs)
 
     def __call__(self, x, residual, positions, arrays: AttentionArrays):
-        """Queries `[...,t,i,e]` of the `residual` `[...,t,r]` that latent queries are made of, keys `[...,t,e]` and
-        weights `[...,t,i]` of x."""
+        """Queries `[...,t,i,e]` of the `residual` `[...,t,r]` that latent queries are made of (None: of x), keys
+        `[...,t,e]` and weights `[...,t,i]` of x."""
         c = self.config
         turn = (positions, arrays.inv_freq, arrays.scale, c.index_interleaved)
-        q = rotate(self.q(residual).reshape(*x.shape[:-1], c.index_heads, -1), *turn)
+        q = self.q(residual if self.q_norm is None else self.q_norm(x)).reshape(*x.shape[:-1], c.index_heads, -1)
+        q = rotate(q if self.growth is None else self.growth(q, positions), *turn)
         keys = rotate(self.k_norm(self.k(x))[..., None, :], *turn)[..., 0, :]
         weights = self.proj(x.astype(jnp.float32)) * (c.index_heads * c.index_head_dim) ** -0.5
         return jax.lax.stop_gradient((q, keys, weights))
@@ -54,9 +61,10 @@ class Indexer(nnx.Module):
 class SparseLatentAttention(LatentAttention):
     """Causal attention of H heads to the latents of the tokens that an indexer chooses. A `Mixer`."""
 
-    untrained = tuple(
-        f"indexer/{leaf}" for leaf in ("q/kernel", "k/kernel", "k_norm/scale", "k_norm/shift", "proj/kernel")
-    )
+    untrained = tuple(f"indexer/{leaf}" for leaf in (
+        "q/kernel", "k/kernel", "k_norm/scale", "k_norm/shift", "proj/kernel", "q_norm/scale", "q_norm/shift",
+        "growth/scale", "growth/shift",
+    ))  # fmt: skip
 
     def __init__(self, config, rngs: nnx.Rngs):
         super().__init__(config, rngs)
@@ -77,7 +85,7 @@ class SparseLatentAttention(LatentAttention):
             keep = self._best(self._rated("nti,nsi->nts", q, keys, weights), inputs.mask)
             inputs = inputs._replace(mask=keep, by_mask=True)
         out, latents = super().prefill(x, inputs, arrays)
-        return out, Passing(SparseCache(latents, constrain(keys, "rows", None, None)), keep)
+        return out, Passing(SparseCache(latents, constrain(keys, "rows", None, None)), latents, chosen=keep)
 
     def decode(
         self, x, inputs: DecodeInputs, prompt: SparseCache, cache: SparseCache, arrays: AttentionArrays, chosen=None
@@ -99,28 +107,13 @@ class SparseLatentAttention(LatentAttention):
             both = self._best(jnp.concatenate([in_prompt, in_row], axis=-1), jnp.concatenate([*seen], axis=-1))
             chosen = (both[..., :before], both[..., before:])
         out, latents = super().decode(x, inputs, prompt.latents, cache.latents, arrays, chosen)
-        return out, Passing(SparseCache(latents, keys), chosen)
-
-    @staticmethod
-    def empty_cache(prompt: SparseCache, rows: int, size: int) -> SparseCache:
-        """Empty latents and keys of rows, as `LatentAttention.empty_cache` makes them."""
-        return SparseCache(*(LatentAttention.empty_cache(part, rows, size) for part in prompt))
-
-    @staticmethod
-    def grow_cache(cache: SparseCache, size: int) -> SparseCache:
-        """The row caches with room for `size` tokens."""
-        return SparseCache(*(LatentAttention.grow_cache(part, size) for part in cache))
-
-    @staticmethod
-    def prompt_cache(prompt: SparseCache, row: SparseCache | None, end, size: int) -> SparseCache:
-        """Prompt caches of latents and keys, as `LatentAttention.prompt_cache` makes them."""
-        pairs = zip(prompt, row or (None, None), strict=True)
-        return SparseCache(*(LatentAttention.prompt_cache(part, own, end, size) for part, own in pairs))
+        return out, Passing(SparseCache(latents, keys), (prompt.latents, latents), chosen=chosen)
 
     def _index(self, x, positions, arrays: AttentionArrays):
-        assert self.q_a is not None
-        assert self.q_a_norm is not None
-        return self.indexer(x, self.q_a_norm(self.q_a(x)), positions, arrays)  # XLA computes the residual once
+        residual = None
+        if self.q_a is not None and self.q_a_norm is not None:
+            residual = self.q_a_norm(self.q_a(x))  # XLA computes it once
+        return self.indexer(x, residual, positions, arrays)
 
     def _rated(self, dims: str, q, keys, weights) -> jax.Array:
         """The scores `[...,t,s]`, whose `dims` are those of one head."""
@@ -143,14 +136,26 @@ class SparseLatentAttention(LatentAttention):
 class SharedSparseAttention(LatentAttention):
     """Causal attention of H heads to the latents of the tokens that an earlier layer's indexer chooses. A `Mixer`."""
 
-    def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, jax.Array]:
-        """Output `[N,T,D]` and the latents `[N,T,c+e]`."""
-        if inputs.shared is not None:
-            inputs = inputs._replace(mask=inputs.shared, by_mask=True)
+    def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, Any]:
+        """Output `[N,T,D]` and the layer's own latents `[N,T,c+e]`."""
+        if inputs.chosen is not None:
+            inputs = inputs._replace(mask=inputs.chosen, by_mask=True)
         return super().prefill(x, inputs, arrays)
 
     def decode(
         self, x, inputs: DecodeInputs, prompt, cache, arrays: AttentionArrays, chosen=None
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, Any]:
         """The next W tokens of each row: output `[G,R*W,D]` and the row's latents with theirs."""
-        return super().decode(x, inputs, prompt, cache, arrays, inputs.shared)
+        return super().decode(x, inputs, prompt, cache, arrays, inputs.chosen)
+
+
+class ReadingSparseAttention(SparseLatentAttention):
+    """Sparse attention to the latents of an earlier layer, by an indexer of its own. A `Mixer`."""
+
+    projects_latents = False
+
+
+class ReadingSharedSparseAttention(SharedSparseAttention):
+    """Sparse attention to the latents of an earlier layer, and to the tokens that one has chosen. A `Mixer`."""
+
+    projects_latents = False

@@ -69,6 +69,7 @@ class PatchRowsConfig:
     # time, which is 0, height and width ("time"). The first half of a head turns by its column, the second by its row
     # ("halves"), or neighbouring dimensions turn together, pairs by column and row in turn ("pairs").
     rotary: str = "same"
+    rotary_neighbours: bool = False  # as well, dimensions that turn together are neighbours, not of two halves
     positions: int = 0  # along each side of the square of learned positions; 0: there are none
     position_square: bool = False  # files have these as [side,side,D]
     places: str = "linear"  # how these become those of an image: one of PLACES
@@ -194,6 +195,8 @@ class RowAttention(nnx.Module):
             x = x.reshape(*x.shape[:-1], 2, 2, -1)[..., ::-1, :, :].swapaxes(-3, -2).reshape(x.shape)
         if self.config.rotary == "pairs":
             x = x.reshape(*x.shape[:-1], -1, 2, 2)[..., ::-1, :].swapaxes(-3, -1).reshape(x.shape)
+        if self.config.rotary_neighbours:
+            x = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-2, -1).reshape(x.shape)
         return rotate(x, jnp.ones(x.shape[:2], jnp.int32), angles)
 
     def _in_windows(self, q, k, v, layout: "Layout"):

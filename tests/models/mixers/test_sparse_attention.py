@@ -75,7 +75,7 @@ def test_the_choice_has_no_gradient_and_is_not_made_of_short_rows():
     for name, x in leaves.items():
         assert (np.abs(x).max() == 0) == ("/indexer/" in name), name
     of_indexer = {name for name in leaves if "/indexer/" in name}
-    assert of_indexer == set(CONFIG.frozen) and len(of_indexer) == len(SparseLatentAttention.untrained)
+    assert of_indexer == set(CONFIG.frozen) & set(leaves) and len(of_indexer) == 5
 
 
 @pytest.mark.slow
@@ -83,9 +83,8 @@ def test_a_layer_without_an_indexer_attends_to_what_another_chose():
     """Its parameters are in a stack of their own, and a change of the indexer before it changes what it attends to."""
     net = Net(SHARED)
     params = jax.jit(net.init)(jax.random.key(0))
-    assert set(params) >= {"latent_layers", "shared_latent_layers"} and [run.shares for run in SHARED.layer_runs] == [
-        None, 0, None,
-    ]  # fmt: skip
+    assert set(params) >= {"latent_layers", "shared_latent_layers"}
+    assert [run.chosen_by for run in SHARED.layer_runs] == [None, 0, None]
     assert "indexer" not in params["shared_latent_layers"]["latent"]
     assert {name.partition("/")[0] for name in SHARED.frozen} == {"latent_layers"}
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 31, (1, 9)))
