@@ -280,12 +280,18 @@ def load_served(path: str, dtype: str, mesh: Mesh, trust_remote_code: bool = Fal
     folder = Path(path).expanduser()
     step = int(folder.name) if folder.name.isdigit() and folder.parent.name == "checkpoints" else None
     run = folder if step is None else folder.parent.parent
-    if "output_dir" not in (read_json(run / "config.json") or {}):  # that of a model, which has the same name
-        return load_model(path, dtype, mesh=mesh, trust_remote_code=trust_remote_code)
-    kept = checkpoint_folder(from_json((run / "config.json").read_text(encoding="utf-8")), run)
-    has_states = kept.is_dir() and any(x.name.isdigit() for x in kept.iterdir())
-    if step is None and not has_states and (run / "hf").is_dir():
-        return load_model(run / "hf", dtype, mesh=mesh, trust_remote_code=trust_remote_code)
+    whole: str | Path | None = path
+    if "output_dir" in (read_json(run / "config.json") or {}):  # not that of a model, which has the same name
+        kept = checkpoint_folder(from_json((run / "config.json").read_text(encoding="utf-8")), run)
+        has_states = kept.is_dir() and any(x.name.isdigit() for x in kept.iterdir())
+        whole = run / "hf" if step is None and not has_states and (run / "hf").is_dir() else None
+    if whole is not None:
+        model = load_model(whole, dtype, mesh=mesh, trust_remote_code=trust_remote_code)
+        if model.net.config.head != "lm":
+            raise ConfigError(
+                f"{whole} is a reward model, which writes no text: rewards.functions=model:{whole} scores with it"
+            )
+        return model
     config = config_of(run)
     if config.algorithm.name in ("reward_model", "process_reward_model"):
         raise ConfigError(f"{run} trained a reward model, which writes no text")

@@ -51,6 +51,7 @@ INPUTS = (
     "scale",  # algorithm.scale_rewards
 )
 
+VERLS = {"gae": "ppo", "grpo": "group", "grpo_passk": "passk"}  # verl's names of rules that are called otherwise here
 UNTRACEABLE = (  # what JAX raises of functions that want the values of arrays while it traces them
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
@@ -457,6 +458,8 @@ def advantage_rule(name: str) -> tuple[Callable[..., jax.Array], dict[str, Any]]
         for known, function in {**vars(advantage_rules), **vars(turn_rules)}.items()
         if known.endswith("_advantages")
     }
+    if known := VERLS.get(split_options(name)[0]):
+        raise ConfigError(f"{name!r} is verl's name of the rule {known} here: write that")
     function, options = resolve_with_options(name, rules, reserved=INPUTS)
     return of_users(name, function), options
 

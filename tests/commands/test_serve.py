@@ -28,7 +28,7 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.adapters.lora import LoraConfig, adapters_of, combine, split
 from jaxrl_llm.models.files.weight_versions import Publisher
-from jaxrl_llm.models.model import add_adapters, load_model, save_adapter
+from jaxrl_llm.models.model import add_adapters, load_model, save_adapter, save_hf
 from jaxrl_llm.training.runtime.lock import RunLock
 
 pytest.importorskip("uvicorn")
@@ -254,6 +254,14 @@ def test_a_run_is_served_by_its_checkpoint(tiny_run, tmp_path):
     (apart / "config.json").write_text(json.dumps(record))
     leaves = [model.params["embed"]["weight"] for model in (load_served(str(apart), "auto", mesh), served)]
     assert (leaves[0] == leaves[1]).all()
+
+
+def test_a_reward_model_is_not_served(tmp_path):
+    save_hf(load_model("embedded:sort", head="score"), tmp_path / "rm")
+    with pytest.raises(
+        ConfigError, match=r"is a reward model, .* text: rewards.functions=model:.*rm scores with it"
+    ):
+        load_served(str(tmp_path / "rm"), "auto", make_mesh())
 
 
 def test_adapters_are_merged():

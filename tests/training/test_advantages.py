@@ -441,6 +441,7 @@ def test_wrong_rules_of_environments_are_refused(options, settings, message):
     ("settings", "message"),
     [
         ({"advantage": "groop"}, "algorithm.advantage: unknown name 'groop'; .* the closest is group"),
+        ({"advantage": "gae"}, "algorithm.advantage: 'gae' is verl's name of the rule ppo here"),
         ({"advantage": "group(epsilon=1)"}, r"group has no option 'epsilon'; it takes eps, leave_one_out$"),
         ({"advantage": "group(scale='none')"}, "group has no option 'scale'"),
         ({"advantage": "pkpo(k=3)"}, r"advantage is 'pkpo\(k=3\)': pkpo .*: k is 3, but takes 2 to group_size = 2"),

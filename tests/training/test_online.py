@@ -360,6 +360,7 @@ def test_k1_in_the_loss_warns():
         ({"loss": "ppo_clip(dual_clip=0.5)"}, r"is 'ppo_clip\(dual_clip=0.5\)': dual_clip .* must exceed 1; got 0.5"),
         ({"loss": "vespo(k_positive=None)"}, "vespo.* but an option takes a value of another type"),
         ({"loss": "ppo_clap"}, "the closest is ppo_clip"),
+        ({"loss": "dapo"}, "algorithm.loss is 'dapo', .* write ppo_clip, and choose that by algorithm.aggregation"),
     ],
 )
 def test_wrong_losses_are_refused(settings, message):

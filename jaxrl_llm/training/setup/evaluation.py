@@ -12,6 +12,7 @@ from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.data import Row, loading, opening
 from jaxrl_llm.data.opening import DataSource
 from jaxrl_llm.data.splits import is_splits
+from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.environments.agents import Agents
 from jaxrl_llm.environments.factory import Environments
 from jaxrl_llm.models.model import Model, check_positions
@@ -192,6 +193,12 @@ def _sampled_evaluations(
     every: list[Row] = [row for examples in rows for row in examples]
     check_same_rows("prompts to evaluate on", "prompts", every)
 
+    if setup.reads_prompts_as_they_are:  # what a reward lacks is told before anything is sampled
+        for (named, _), examples in zip(sets, rows, strict=True):
+            columns = set().union(*examples)
+            if PIXELS not in columns:
+                with naming(f"for the evaluation{f' on {named.name}' if named.name else ''}"):
+                    setup.rewards.check_columns(sorted(columns - {"prompt_ids"}))
     completions = config.batch.prompts * config.rollout.group_size
     at_once = {count: max(completions // count, 1) for count in {named.samples for named, _ in sets}}
 

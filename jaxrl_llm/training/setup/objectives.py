@@ -171,7 +171,13 @@ def learns_from_teacher_alone(config) -> bool:
 
 def policy_loss(config) -> PolicyLoss:
     """The policy loss that `algorithm.loss` names; auto is ppo_clip."""
-    if split_options(_written(config, "ppo_clip"))[0] == "stable_reinforce":
+    name = split_options(_written(config, "ppo_clip"))[0]
+    if name in ("grpo", "dapo", "dr_grpo", "bnpo", "vanilla"):
+        raise ConfigError(
+            f"algorithm.loss is {name!r}, in other libraries the loss ppo_clip with an average of its own: write "
+            "ppo_clip, and choose that by algorithm.aggregation; configs/grpo.py, dapo.py and dr_grpo.py have both"
+        )
+    if name == "stable_reinforce":
         raise ConfigError(
             "algorithm.loss is 'stable_reinforce', a name in Tinker's client whose formula is not public: use "
             "reinforce, topr, dro or cispo"

@@ -226,6 +226,13 @@ def test_sets_and_sources(config):
     assert alone["eval/mean_length"] == found["eval/one/mean_length"]
 
 
+def test_a_column_that_a_reward_lacks_is_named_before_anything_is_sampled(config, monkeypatch):
+    """A run would sample and train up to its first evaluation, with eval.at_start=false for hours."""
+    monkeypatch.setattr("jaxrl_llm.training.setup.evaluation.build_worker", None)
+    with pytest.raises(ConfigError, match="for the evaluation on bare: reward 'exact_match' needs 'answer'"):
+        jaxrl_llm.evaluate(config, {"all": [{"prompt": "sort:21=", "answer": "12"}], "bare": [{"prompt": "sort:21="}]})
+
+
 def test_the_spread_of_samples_as_verl_has_it():
     """Of each prompt's samples, divided by their number: 0.5 of 1, 0, 1, 0 and 3^0.5 / 4 of 1, 0, 0, 0."""
     rows = [result_of([1, 0, 1, 0]), result_of([1, 0, 0, 0])]
