@@ -230,7 +230,9 @@ def prompt_rows(
         ids = render_prompt(model.tokenizer, rendered["prompt"], **options, expand=expand)
         if not ids:
             raise ConfigError(f"prompt {number} has no tokens; a completion needs something to continue")
-        if found is not None:
+        if found is None:
+            reader.check_none(ids)
+        else:
             found.check(ids)
         rows.append({"prompt_ids": ids} | ({} if found is None else {PIXELS: found.tiles}))
     return rows

@@ -141,7 +141,8 @@ class ImageReader:
         if self.image_id is not None and self.image_id in ids:
             raise ConfigError(
                 f"the row has no images, and its text has {self.tokenizer.convert_ids_to_tokens(self.image_id)}, which "
-                "stands for one: name their column with data.image_key, or remove it from the text"
+                "stands for one: give its images (of a row in the column that data.image_key names), or remove it from "
+                "the text"
             )
 
     def read(self, example: Mapping[str, Any], columns: Sequence[str]) -> tuple[Mapping[str, Any], ImageText | None]:

@@ -16,6 +16,7 @@ from jaxrl_llm.commands import chat
 from jaxrl_llm.commands.serve import load_served
 from jaxrl_llm.config import ConfigError, to_json
 from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.models.files.hf import EMBEDDED, load_tokenizer, remember_images
 from jaxrl_llm.models.model import Model
 from tests.data.coded_tokenizer import coded_folder, kind
 
@@ -218,6 +219,13 @@ def test_a_file_may_say_what_the_chat_template_shows(model, tmp_path):
     assert module.read_prompts("sort:4821=", "", chat=True)[1:] == (None, None)
     with pytest.raises(ConfigError, match="columns has 1 entries for 2 prompts; give an object for each"):
         jaxrl_llm.generate(model, PROMPTS[:2], columns=[{}])
+
+
+def test_a_prompt_that_lacks_its_image_is_refused_before_it_is_sampled(model):
+    tokenizer = load_tokenizer(EMBEDDED / "shapes")
+    remember_images(tokenizer, EMBEDDED / "shapes")
+    with pytest.raises(ConfigError, match=r"no images, and its text has <\|image\|>, .*: give its images .* or r"):
+        module.prompt_rows(replace(model, tokenizer=tokenizer), ["<|image|> colour"])
 
 
 def test_the_command_reads_the_columns_of_a_file(tmp_path, monkeypatch):

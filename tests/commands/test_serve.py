@@ -258,9 +258,7 @@ def test_a_run_is_served_by_its_checkpoint(tiny_run, tmp_path):
 
 def test_a_reward_model_is_not_served(tmp_path):
     save_hf(load_model("embedded:sort", head="score"), tmp_path / "rm")
-    with pytest.raises(
-        ConfigError, match=r"is a reward model, .* text: rewards.functions=model:.*rm scores with it"
-    ):
+    with pytest.raises(ConfigError, match=r"is a reward model, .* text: rewards.functions=model:.*rm scores with it"):
         load_served(str(tmp_path / "rm"), "auto", make_mesh())
 
 

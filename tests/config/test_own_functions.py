@@ -10,6 +10,7 @@ from jaxrl_llm.config.checks.contradictions import check_own_functions
 from jaxrl_llm.config.resolve import resolve_with_options
 from jaxrl_llm.training.advantages import advantage_rule
 from jaxrl_llm.training.setup.mesh import build_mesh
+from jaxrl_llm.training.setup.objectives import policy_loss, preference_spec
 from jaxrl_llm.training.setup.run import build
 
 LABELLED = """
@@ -105,6 +106,27 @@ def test_what_an_advantage_decides_is_checked_when_a_run_is_built(tmp_path):
     config.algorithm.advantage = "gone.py:own"
     with pytest.raises(ConfigError, match=r"algorithm.advantage: there is no file gone.py"):
         check_own_functions(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "signature", "called"),
+    [
+        ("grpo", "logps, old_logps, advantages", r"advantages, epsilon_low, epsilon_high, mask=...\), and too many"),
+        ("grpo", "logps, old_logps, advantages, low, high", "mask=.*and got an unexpected keyword argument 'mask'"),
+        ("grpo", "*terms, key, importance_weights, **others", None),
+        ("preference", "chosen, rejected, beta", r"policy_chosen, .*, beta, lengths=...\), and too many positional"),
+        ("preference", "policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta, **others", None),
+    ],
+)
+def test_a_loss_that_takes_other_arguments_is_refused_before_it_is_called(file, name, signature, called):
+    """A run would load its model and sample before the loss is first called."""
+    file.write_text(f"def own({signature}):\n    raise AssertionError\n")
+    loss_of = policy_loss if name == "grpo" else preference_spec
+    if called is None:
+        assert loss_of(config_of(name, "own.py:own"))
+        return
+    with pytest.raises(ConfigError, match=rf"algorithm.loss is 'own.py:own', but it is called as loss\(.*{called}"):
+        loss_of(config_of(name, "own.py:own"))
 
 
 def test_named_losses_are_checked_at_a_look():

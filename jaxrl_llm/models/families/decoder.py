@@ -374,8 +374,9 @@ def head_of(hf: dict[str, Any], family: str | dict[str, str], wanted: str | None
             refuse("num_labels", labels, f"{count} ({meaning})")
         if wanted not in (None, own):
             raise ConfigError(
-                f"architectures = {hf['architectures']!r} has the head {own}, and {wanted} is asked for: the former is "
-                f"of the reward {'prm' if own == 'step' else 'model'}:PATH, and a new head is put on a language model"
+                f"architectures = {hf['architectures']!r} has the head {own}, and {wanted} is asked for: it "
+                f"scores, as the reward {'prm' if own == 'step' else 'model'}:PATH, and writes no text; a new head is "
+                "put on a language model"
             )
         if not hf.get("token_classification_bias", True):
             refuse("token_classification_bias", False, "true")

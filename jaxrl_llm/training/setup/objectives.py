@@ -1,7 +1,7 @@
 """From the configuration to objectives: the losses that `algorithm.loss` names, with their options."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -183,6 +183,8 @@ def policy_loss(config) -> PolicyLoss:
             "reinforce, topr, dro or cispo"
         )
     function, options = _resolve(config, "ppo_clip", policy_losses, OF_POLICY_LOSSES)
+    asked_for = {"key", "importance_weights", "selected"} & inspect.signature(function).parameters.keys()
+    _check_call(config, function, options, OF_POLICY_LOSSES[:5], ("mask", *asked_for))
     key, asked = "algorithm.importance_sampling_level", config.algorithm.importance_sampling_level
     level = getattr(function, "ratio", "token")
     if level == "level":
@@ -281,6 +283,11 @@ def needs_reference(config, environments: Collection[str] = ()) -> bool:
 
 def _preference_loss(config, written: str, weight: float) -> PreferenceLoss:
     function, options = _resolve(config, written, preference_losses.LOSSES, OF_PREFERENCE_LOSSES, written)
+    if getattr(function, "rows", "pair") in ("pair", "triple"):
+        form: tuple[str, ...] = ("policy_chosen", "policy_rejected", "ref_chosen", "ref_rejected", "beta")
+        _check_call(config, function, options, form, ("lengths",))
+    else:
+        _check_call(config, function, options, ("policy", "ref", "labels", "beta"), ("kl",))
     declared = {**getattr(function, "options", {})}
     for name, default in declared.items():
         declared[name] = value = options.pop(name, default)
@@ -308,6 +315,22 @@ def _loss_of(config, auto: Callable[..., Any], reserved: tuple[str, ...], *shape
     loss = partial(function, **options) if options else function
     check_options("algorithm.loss", _written(config, name), loss, *shapes)
     return loss
+
+
+def _check_call(
+    config, function: Callable[..., Any], options: Mapping[str, Any], by_place: Sequence[str], by_name: Sequence[str]
+) -> None:
+    """Raises ConfigError for a loss that cannot be called with arguments of these names, by place and by name: a user's
+    own would say so when it is first used."""
+    own = {name: value for name, value in options.items() if name not in getattr(function, "options", {})}
+    try:
+        inspect.signature(function).bind(*by_place, **dict.fromkeys(by_name), **own)
+    except TypeError as error:
+        form = ", ".join((*by_place, *(f"{name}=..." for name in by_name)))
+        raise ConfigError(
+            f"algorithm.loss is {config.algorithm.loss!r}, but it is called as loss({form}), and {error}: give it "
+            "these arguments, or **others for those that it does not read"
+        ) from error
 
 
 def critic_spec(config) -> CriticSpec:
