@@ -12,6 +12,6 @@ RUN pip install --no-cache-dir ".[cuda,math]"
 
 # Arrays of a run are allocated by JAX alone; what it leaves is for NCCL's buffers.
 ENV PYTHONUNBUFFERED=1 \
-    XLA_PYTHON_CLIENT_MEM_FRACTION=0.92
+    XLA_CLIENT_MEM_FRACTION=0.92
 
 CMD ["python", "-m", "jaxrl_llm.train", "--config=configs/grpo.py"]
