@@ -75,7 +75,7 @@ def notebook(text: str, old: dict[str, Any] | None = None, name: str = "") -> di
 def execute(made: dict[str, Any], folder: Path, seconds: int = 600) -> dict[str, Any]:
     """The notebook with its outputs, after it has run from a clean kernel in `folder`; raises when a cell does.
 
-    Standard error, where progress bars are, is left out.
+    Standard error, where progress bars are, is left out, and what a cell prints line by line is one output.
     """
     import nbformat
     from nbclient import NotebookClient
@@ -85,7 +85,12 @@ def execute(made: dict[str, Any], folder: Path, seconds: int = 600) -> dict[str,
     for cell in opened.cells:
         cell.metadata.pop("execution", None)  # when it ran
         if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+            outputs, cell.outputs = cell.outputs, []
+            for output in (output for output in outputs if output.get("name") != "stderr"):
+                if cell.outputs and output.output_type == cell.outputs[-1].output_type == "stream":
+                    cell.outputs[-1].text += output.text
+                else:
+                    cell.outputs.append(output)
     return {**json.loads(nbformat.writes(opened)), "metadata": made["metadata"]}  # without the version of Python
 
 

@@ -39,9 +39,9 @@ print(MODEL, "on", jax.devices()[0].device_kind, "for", STEPS, "steps")
 # %% [markdown]
 # ## The file
 #
-# One JSON object a line: `prompt`, `chosen`, `rejected`. Files of TRL, verl, axolotl and Harmony are read as they are
-# (`docs/data.md`). Here the chosen answer has the digits in order, the rejected one has them downwards, as they
-# were, or reversed: the mistakes in what the small model was taught.
+# One JSON object a line: `prompt`, `chosen`, `rejected`. Files of TRL, axolotl, OpenAI and Harmony are
+# [read as they are](https://jaxrl-llm.github.io/jaxrl_llm/data.html). Here the chosen answer has the digits in order,
+# the rejected one has them downwards, as they were, or reversed: the mistakes in what the small model was taught.
 
 
 # %%
@@ -89,24 +89,31 @@ print(preview(config, rows=1))
 
 # %% [markdown]
 # ## Train
+#
+# A [callback](https://jaxrl-llm.github.io/jaxrl_llm/callbacks.html) shows some steps. `rewards/accuracies` is the share
+# of pairs that the policy, compared with where it started, ranks right; `rewards/margins` is by how much. Watch
+# `logps/chosen` too: DPO lowers both log-probs when it is pushed too far.
+
 
 # %%
-result = jaxrl_llm.train(config)
+class Progress:
+    def on_step(self, moment):
+        if moment.step == 1 or moment.step % max(1, STEPS // 8) == 0:
+            row = moment.metrics
+            print(
+                f"step {moment.step:3d}  loss {row['loss']:.3f}  right {row['rewards/accuracies']:.2f}  "
+                f"margin {row['rewards/margins']:.2f}  log-prob chosen {row['logps/chosen']:.1f} "
+                f"rejected {row['logps/rejected']:.1f}"
+            )
+
+
+result = jaxrl_llm.train(config, callbacks=[Progress()])
 
 # %% [markdown]
 # ## What happened
 #
-# `rewards/accuracies` is the share of pairs that the policy, compared with where it started, ranks right;
-# `rewards/margins` is by how much. Watch `logps/chosen` too: DPO lowers both log-probs when it is pushed too far.
-# Last, what the model writes for the held-out prompts: a sample for each, and the greedy answer.
-
-# %%
-for row in result.metrics[1 :: max(1, STEPS // 8)]:
-    print(
-        f"step {row['step']:3d}  loss {row['loss']:.3f}  right {row['rewards/accuracies']:.2f}  "
-        f"margin {row['rewards/margins']:.2f}  log-prob chosen {row['logps/chosen']:.1f} "
-        f"rejected {row['logps/rejected']:.1f}"
-    )
+# The same numbers of held-out pairs; then what the model writes for their prompts: a sample for each, and the greedy
+# answer.
 
 # %%
 before, after = result.metrics[0], result.metrics[-1]
@@ -136,5 +143,6 @@ if SMALL and STEPS >= 80:
     assert shares[1.0][1] > shares[1.0][0] + 0.1, shares
 
 # %% [markdown]
-# The model is in `runs/notebook_dpo/hf`. The same file trains IPO, SimPO, ORPO, KTO and others: `config.algorithm.loss`
-# (`docs/algorithms.md`). With LoRA (`config.lora.rank = 16`) the reference costs no memory.
+# The model is in `runs/notebook_dpo/hf`. The same file trains IPO, SimPO, ORPO, KTO and
+# [others](https://jaxrl-llm.github.io/jaxrl_llm/algorithms.html#offline-algorithms): `config.algorithm.loss`. With LoRA
+# (`config.lora.rank = 16`) the reference costs no memory.

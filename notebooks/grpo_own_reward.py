@@ -82,9 +82,18 @@ assert downwards(["8421", "1248", ""], ["4821"] * 3) == [1.0, 0.0, 0.0]
 # ## Train
 #
 # `eval.every = 0` measures the held-out prompts before the first step and after the last. A completion counts as
-# correct when its reward is 1.
+# correct when its reward is 1. A [callback](https://jaxrl-llm.github.io/jaxrl_llm/callbacks.html) shows some steps.
+# The first takes longest, as its programs are compiled.
+
 
 # %%
+class Progress:
+    def on_step(self, moment):
+        if moment.step == 1 or moment.step % max(1, STEPS // 10) == 0:
+            row, bar = moment.metrics, "#" * round(40 * moment.metrics["reward"])
+            print(f"step {moment.step:3d}  reward {row['reward']:.2f} {bar:40s} kl {row['kl']:.3f}")
+
+
 config = jaxrl_llm.default_config()
 config.model.path, config.output_dir, config.total_steps = MODEL, "runs/notebook_grpo", STEPS
 config.checkpoint.resume = "never"  # this cell starts anew whenever it is run
@@ -95,20 +104,15 @@ config.optimizer.learning_rate, config.optimizer.schedule = (5e-4 if SMALL else 
 config.optimizer.warmup_steps, config.optimizer.b2 = min(5, STEPS), 0.99
 config.eval.every, config.eval.prompts = 0, 128
 config.logging.backends = ("jsonl",)
-result = jaxrl_llm.train(config, train_dataset=train_rows, eval_dataset=test_rows, rewards=downwards)
+result = jaxrl_llm.train(
+    config, train_dataset=train_rows, eval_dataset=test_rows, rewards=downwards, callbacks=[Progress()]
+)
 
 # %% [markdown]
 # ## What happened
 #
-# The same numbers, and all others, are in `metrics.jsonl`; `python -m jaxrl_llm report runs/notebook_grpo` makes a page
-# of them, with every completion.
-
-# %%
-for row in result.metrics[1 :: max(1, STEPS // 10)]:
-    bar = "#" * round(40 * row["reward"])
-    print(
-        f"step {row['step']:3d}  reward {row['reward']:.2f} {bar:40s} kl {row['kl']:.3f}  entropy {row['entropy']:.2f}"
-    )
+# `result.metrics` has the numbers of every step, as `metrics.jsonl` in the folder of the run. The page that
+# `!python -m jaxrl_llm report runs/notebook_grpo` writes has them as curves, and every completion.
 
 # %%
 before, after = result.metrics[0], result.metrics[-1]
@@ -124,6 +128,7 @@ if SMALL and STEPS >= 150:
     assert after["eval/accuracy"] > before["eval/accuracy"] + 0.4, (before, after)
 
 # %% [markdown]
-# The model is in `runs/notebook_grpo/hf`, a folder that transformers and vLLM load. Next: other shapes of rewards
-# (`docs/rewards.md`), other algorithms, each a few keys away (`docs/algorithms.md`), what to do when the reward stays
-# flat (`docs/troubleshooting.md`).
+# The model is in `runs/notebook_grpo/hf`, a folder that transformers and vLLM load. Next: other shapes of
+# [rewards](https://jaxrl-llm.github.io/jaxrl_llm/rewards.html), other
+# [algorithms](https://jaxrl-llm.github.io/jaxrl_llm/algorithms.html), each a few keys away, and what to do
+# [when the reward stays flat](https://jaxrl-llm.github.io/jaxrl_llm/troubleshooting.html).

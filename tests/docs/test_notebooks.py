@@ -104,6 +104,7 @@ def test_stored_outputs_are_of_a_whole_run(name):
     """`python notebooks/build.py --execute` stores them: those of all of its cells, and no path of where it ran."""
     code = [cell for cell in stored(name)["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    assert all(len(cell["outputs"]) <= 1 for cell in code), "what a cell prints is one output"
     assert len(printed(stored(name))) > 500
     text = json.dumps(stored(name))
     assert str(ROOT) not in text and not re.search(r"/(home|root|tmp|Users)/", text)
