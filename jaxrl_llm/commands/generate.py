@@ -283,7 +283,7 @@ class GivenPrompts(NamedTuple):
 
 
 def read_prompts(prompt: str, file: str, chat: bool, system: str = "", image: Sequence[str] = ()) -> GivenPrompts:
-    """What the command line asks for: `prompt` with the images `image`, or the rows of `file`.
+    """The prompts of a command line: `prompt` with the images `image`, or the rows of `file`.
 
     Texts become a user's message with `chat`; messages open with `system`, unless they have a system message
     themselves. Paths of images in a file start beside it. Raises ConfigError unless exactly one of `prompt` and `file`

@@ -121,7 +121,7 @@ def _unraisable(error: Any) -> None:
 
 
 class _LogLine(logging.Formatter):
-    """The same form for a log record."""
+    """The form of a log record on stderr, that of a warning: `warning: ...`."""
 
     def format(self, record: logging.LogRecord) -> str:
         return masked(f"{record.levelname.lower()}: {super().format(record)}")
@@ -373,7 +373,8 @@ def load_config_file(spec: str) -> ConfigDict:
 
 
 def configured(function: Callable[..., Any], arguments: Sequence[str], path: Path, asked: str) -> Any:
-    """What a function of the Python file at `path` makes of settings; `asked` is the flag that names the file.
+    """The result of a function of the Python file at `path`, called with these arguments; `asked` is the flag that
+    names the file.
 
     Raises ConfigError when it does not take the arguments or fails, naming the line.
     """

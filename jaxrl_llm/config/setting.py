@@ -135,7 +135,7 @@ class Setting:
             raise ConfigError(f"{self.name} is {value!r}, but it takes {self.allowed}{self._instead(value)}")
 
     def _instead(self, value: Any) -> str:
-        """What may be meant by a value that is no choice, as the end of a message."""
+        """The end of a message: the closest choice to a value that is none, or the hint of the setting."""
         items = value if isinstance(value, tuple | list) else (value,)
         wrong = next((str(item).lower() for item in items if item not in (self.choices or items)), "")
         near = difflib.get_close_matches(wrong, self.choices or (), 1)

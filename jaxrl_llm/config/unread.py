@@ -109,7 +109,7 @@ Reasons = dict[str, tuple[str, ...]]  # with the settings that each leaves witho
 
 
 def _of_algorithm(config: ConfigDict) -> Reasons:
-    """What the algorithm has no part for."""
+    """Settings that the algorithm has no part for."""
     name, online = config.algorithm.name, config.algorithm.name not in OFFLINE
     compares_pairs, of_samples = name in ("preference", ONLINE_PREFERENCE), name == ONLINE_PREFERENCE
     of_losses = (*OF_ALL, *OF_REFERENCES, *OF_PREFERENCES, *OF_PAIRS)
@@ -133,7 +133,7 @@ def _of_algorithm(config: ConfigDict) -> Reasons:
 
 
 def _of_adapters(config: ConfigDict, adapted: bool) -> Reasons:
-    """What is of adapters, where there are none or the model brings its own."""
+    """Settings of adapters, where there are none or the model brings its own."""
     return {
         "lora.rank is 0 and lora.path none, so there are no adapters and all of the model is trained": (
             () if adapted else OF_ADAPTERS
@@ -145,7 +145,7 @@ def _of_adapters(config: ConfigDict, adapted: bool) -> Reasons:
 
 
 def _of_data(config: ConfigDict) -> Reasons:
-    """What other data takes the place of, and what is of ways to read rows that this run does not take."""
+    """Settings whose place other data takes, and those of ways to read rows that this run does not take."""
     data, name = config.data, config.algorithm.name
     skips = data.curriculum_easy is not None or data.curriculum_hard is not None
     unskipped = "data.curriculum_easy and curriculum_hard are none, so that no prompt is skipped"
@@ -163,7 +163,7 @@ def _of_data(config: ConfigDict) -> Reasons:
 
 
 def _of_loss(config: ConfigDict) -> Reasons:
-    """What the formulas of the loss and of the advantage have no number for."""
+    """Settings that the formulas of the loss and of the advantage have no number for."""
     online = config.algorithm.name not in OFFLINE
     loss = named_policy_loss(config) if online else None
     read = OF_RATIOS if loss is None else tuple(f"algorithm.{name}" for name in inspect.signature(loss).parameters)
@@ -181,7 +181,7 @@ def _of_loss(config: ConfigDict) -> Reasons:
 
 
 def _of_optimizer(config: ConfigDict) -> Reasons:
-    """What the optimizer's formula has no number for."""
+    """Settings that the optimizer's formula has no number for."""
     optimizer = config.optimizer.name
     of_optimizers = (*OF_OPTIMIZERS, *(OF_CRITICS if config.algorithm.name == "ppo" else ()))
     return {
@@ -197,7 +197,7 @@ def _of_optimizer(config: ConfigDict) -> Reasons:
 
 
 def _of_critic(config: ConfigDict) -> Reasons:
-    """What is of an optimizer of the critic's own, or of its share in the policy's; and of the schedules of both."""
+    """Settings of an optimizer of the critic's own, or of its share in the policy's; and of the schedules of both."""
     shared, ppo = config.critic.shared, config.algorithm.name == "ppo"
     schedules = {"optimizer.schedule": config.optimizer.schedule}
     if ppo and not shared:
@@ -214,7 +214,7 @@ def _of_critic(config: ConfigDict) -> Reasons:
 
 
 def _of_reference(config: ConfigDict, adapted: bool) -> Reasons:
-    """What a reference or a teacher would read, where there is none or it shares the policy's parameters."""
+    """Settings of a reference or a teacher, where there is none or it shares the policy's parameters."""
     name, online = config.algorithm.name, config.algorithm.name not in OFFLINE
     compares_pairs = name in ("preference", ONLINE_PREFERENCE)
     of_references = (*OF_REFERENCES, *_named_reference(config))

@@ -172,7 +172,8 @@ def _learned_letters(
 
 
 def _ways_out(loss_on: str | None, last_is_found: bool) -> str:
-    """What to set where the template writes a turn otherwise, so that it is found or need not be."""
+    """The settings, as the end of a message, with which a turn that the template writes otherwise is found or need not
+    be."""
     ways = []
     if loss_on in ("completion", "last_turn"):
         ways = ["learn the last turn alone (data.loss_on=last_turn)"] * last_is_found
@@ -190,7 +191,7 @@ def _called(message: Message) -> list[str]:
 
 
 class TurnFlags(NamedTuple):
-    """What a message says of its own turn: whether it is learned, and its end; None where it says nothing."""
+    """The words of a message on its own turn: whether it is learned, and its end; None where it says nothing."""
 
     train: bool | None
     end: bool | None
@@ -198,7 +199,7 @@ class TurnFlags(NamedTuple):
 
 
 def _turn_flags(index: int, message: Message) -> TurnFlags:
-    """What message `index` says of its own turn; raises ConfigError for what it cannot say."""
+    """The flags that message `index` gives its own turn; raises ConfigError for what it cannot say."""
     weight = message.get("weight") if message["role"] == "assistant" else None
     if weight not in (None, 0, 1):
         raise ConfigError(

@@ -64,7 +64,7 @@ class LimitedTokenizer:
 
     @property
     def fate(self) -> str:
-        """What becomes of rows over the limit, in the word for reports: dropped, split or truncated."""
+        """The fate of rows over the limit, in the word for reports: dropped, split or truncated."""
         return {"filter": "dropped", SPLIT: "split"}.get(self.overlong, "truncated")
 
     def __call__(self, example: Mapping[str, Any]) -> Row | None:

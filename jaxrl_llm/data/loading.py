@@ -70,7 +70,7 @@ def formatted(source: DataSource, row: Mapping[str, Any], kind: str) -> list[Exa
 
 
 def _example(source: DataSource, row: Mapping[str, Any]) -> Example:
-    """What the format of a source makes of a row."""
+    """The example that the format of a source makes of a row."""
     from_arrow = not isinstance(source.rows, list)
     with failing_as("the format"):  # some render the row's messages, others make messages of its columns
         example = source.form(without_absent_keys(row) if from_arrow else row)

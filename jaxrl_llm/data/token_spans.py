@@ -6,7 +6,7 @@ NOWHERE = -1  # the place of a token that is not in the text
 
 
 def token_places(text: bytes, pieces: Sequence[bytes | None]) -> list[int]:
-    """How many bytes of `text` each token and those before it write, by the bytes of each token.
+    """The number of bytes of `text` that each token and those before it write, by the bytes of each token.
 
     NOWHERE for special tokens (None), which write nothing, and from the first token on that writes something else, as
     where half a character was decoded as another one. A space that the first token has before the text is left out.

@@ -81,7 +81,7 @@ class Transcript:
         return self.newest[index]
 
     def closing(self, index: int) -> str:
-        """What the template writes behind the content of message `index` where it is the last."""
+        """The text that the template writes behind the content of message `index` where it is the last."""
         return shared_end(self.up_to(index), self._other_up_to(index))
 
     def _rendered(self, messages: Sequence[Message]) -> str:
@@ -118,7 +118,7 @@ class Transcript:
 
     @functools.cached_property
     def _opening(self) -> str:
-        """What the template writes before a turn of the assistant, asked for one and showing one."""
+        """The text that the template writes before a turn of the assistant, asked for one and showing one."""
         question = [{"role": "user", "content": QUESTION}]
         answered = [*question, {"role": "assistant", "content": self._stand_in}]
         closed, asked, shown = (
@@ -129,7 +129,8 @@ class Transcript:
 
 
 def shared(*sequences: Any) -> Any:
-    """What the texts, or the lists, all begin with; by halves, as texts are long and slices of them fast to compare."""
+    """The beginning that the texts, or the lists, share; by halves, as texts are long and slices of them fast to
+    compare."""
     first, *others = sequences
     same, most = 0, min(map(len, sequences))
     while same < most:

@@ -47,7 +47,7 @@ def overlaps() -> bool:
 
 
 def order_collectives() -> None:
-    """Has CPUs of several processes begin their collectives in one order; to GPUs and TPUs the flag says nothing.
+    """Make CPUs of several processes begin their collectives in one order; to GPUs and TPUs the flag says nothing.
 
     A scheduler that `XLA_FLAGS` names already stays, as does a file of flags. Nothing changes once jax has asked for
     devices, nor with a jaxlib that has no such flag: XLA ends a process that is given one it does not know.

@@ -246,8 +246,9 @@ def gather_bytes(data: np.ndarray) -> list[np.ndarray]:
 
 
 def of_each(own: dict[str, float]) -> list[dict[str, float]]:
-    """What each process gave at its newest call, process 0 at the one before this, with the seconds that it had
-    `waited` for others since its last; on process 0. On any other, and at the first call, this process's own alone.
+    """The numbers that each process gave at its newest call, process 0 at the one before this, with the seconds that
+    it had `waited` for others since its last; on process 0. On any other, and at the first call, this process's own
+    alone.
 
     No process waits for another one here.
     """

@@ -30,7 +30,7 @@ class CallResult(NamedTuple):
 
     @property
     def failure(self) -> str | None:
-        """What went wrong, in the words of an error message; None for a call that returned."""
+        """The failure, in the words of an error message; None for a call that returned."""
         if self.error is not None:
             return f"raised {error_text(self.error)}"
         return "took more than environment.timeout" if self.timed_out else None

@@ -188,7 +188,8 @@ def _listed(body: str, parameters: Parameters) -> list[ToolCall]:
 
 
 class Form(NamedTuple):
-    """How one form is read: its calls are `split` from a text that begins with the opening mark, and each part read."""
+    """The two functions that read a form: `split` takes its calls out of a text from the opening mark on, `read` reads
+    one."""
 
     split: Callable[[str], Sequence[str]]
     read: Callable[[str, Parameters], list[ToolCall]]

@@ -108,7 +108,7 @@ def turn_calls(text: str, schemas: Iterable[Schema] = ()) -> TurnCalls:
 
 
 class CallStart:
-    """Where the first call of a turn that grows begins, or may come to begin.
+    """The place where the first call of a growing turn begins, or may come to begin.
 
     Each call of `of` looks at what is new alone, so that a long answer costs its length.
     """

@@ -98,7 +98,7 @@ class Block(nnx.Module):
     def _feed_forward(
         self, before, added, mixed, gate=None, counted=None, replayed=None
     ) -> tuple[jax.Array, jax.Array | None, Routing | None]:
-        """What the layer makes of what its mixer has read and made, which the function `added` adds."""
+        """The output of the layer, of what its mixer has read and made, which the function `added` adds."""
         if gate is not None and not gate.size:
             return before, None, None
         x = self._summed(added, mixed, self.attention_out_norm)

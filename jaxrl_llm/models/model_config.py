@@ -215,18 +215,19 @@ class ModelConfig:
 
     @property
     def expert_quantize(self) -> str:
-        """How the matrices of experts are quantised, one of quantize.KINDS; `none` where there are no experts."""
+        """The kind in which the matrices of experts are quantised, of quantize.KINDS; `none` where there are no
+        experts."""
         own = self.quantize if self.quantize_experts == "same" else self.quantize_experts
         return own if self.experts else "none"
 
     def quantized_at(self, path: str) -> str:
-        """How the kernel at a path in the parameters is quantised."""
+        """The kind in which the kernel at a path in the parameters is quantised."""
         return self.expert_quantize if "/experts/" in path else self.quantize
 
     @property
     def quantized(self) -> str:
-        """How the layers' linear maps are quantised, and experts where that differs: `nf4`, `nf4 (experts none)`,
-        `nf4 (experts alone)` of experts beside maps that are not; `none` where neither are."""
+        """The kind in which the layers' linear maps are quantised, and experts where that differs: `nf4`, `nf4 (experts
+        none)`, `nf4 (experts alone)` of experts beside maps that are not; `none` where neither are."""
         own = self.expert_quantize if self.experts else self.quantize
         if own == self.quantize:
             return own
@@ -264,8 +265,7 @@ class ModelConfig:
 
     @functools.cached_property
     def layer_configs(self) -> tuple[LayerConfig, ...]:
-        """What is a layer's own, of each layer: its mixer, window, rotary positions and whatever else differs between
-        layers."""
+        """The kind of each layer: its mixer, window, rotary positions and whatever else differs between layers."""
         first = self.layers - self.shared_layers
 
         def kind(layer: int) -> LayerConfig:

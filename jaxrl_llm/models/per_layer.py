@@ -50,6 +50,6 @@ class PerLayerInput(nnx.Module):
         return x + self.added(x, own)
 
     def added(self, x, own):
-        """What is added to x `[N,T,D]`: `norm(down(activation(gate(x)) * own))`, with the layer's numbers `own`
+        """The sum's second term, `norm(down(activation(gate(x)) * own))`, of x `[N,T,D]` and the layer's numbers `own`
         `[N,T,P]`."""
         return self.norm(self.down(self.activation(self.gate(x)) * own))

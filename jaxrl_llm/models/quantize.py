@@ -77,7 +77,7 @@ def quantize(kernel: jax.Array, kind: str, steps: jax.Array | None = None) -> di
 
 
 def inputs_of_scale(kind: str, count: int) -> int:
-    """How many inputs next to each other, of `count`, have one scale."""
+    """The number of inputs next to each other, of `count`, that have one scale."""
     return count if kind in BYTES else math.gcd(count, mxfp4.BLOCK if kind == "mxfp4" else BLOCK)
 
 

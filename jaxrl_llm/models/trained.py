@@ -21,7 +21,8 @@ ROWS = re.compile(r"\[\d*:\d*\]$|\$\[\d+\]$")  # what axolotl writes behind a na
 
 
 class Trained(NamedTuple):
-    """What a run trains of a model: the parameters that patterns name, or new adapters where `lora` says their shape.
+    """The part of a model that a run trains: the parameters that patterns name, or new adapters where `lora` says their
+    shape.
 
     A pattern is a regular expression for the beginning of a name, in which a dot that no `+`, `*` or `?` follows is a
     dot, as in axolotl.

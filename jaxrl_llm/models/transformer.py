@@ -153,7 +153,7 @@ class Transformer(nnx.Module):
         return self._last(x), *_caches_and_experts(self.config, outputs)
 
     def _last(self, x):
-        """What the heads read of x `[...,D]` behind the last layer."""
+        """The hidden states that the heads read, of x `[...,D]` behind the last layer."""
         x = normed(self.norm, x)
         return x if self.project_out is None else self.project_out(x)
 

@@ -142,7 +142,8 @@ class Call:
         return contained_await(result) if self.is_async else result
 
     async def run_async(self, key: int, log: Log) -> Any:
-        """The same for an async function, rowwise functions that are no RowGrader included; those log to `log`.
+        """The result of row `key`, or of the batch, of an async function; also of rowwise functions that are no
+        RowGrader, which log to `log`.
 
         Raises RewardError: a function that is declared `by_row` returned something else than one result.
         """
@@ -187,7 +188,7 @@ class Outcome:
     errors: dict[int, Exception] = field(default_factory=dict)
 
     def missing(self, keys: Sequence[int]) -> list[int]:
-        """Those of `keys` without a result or error."""
+        """The keys, of these, that have neither a result nor an error."""
         return [key for key in keys if key not in self.results and key not in self.errors]
 
     def copy(self) -> "Outcome":

@@ -110,7 +110,7 @@ def _evaluates(kind: type) -> bool:
 
 @functools.cache
 def _cheats(kind: type) -> re.Pattern[str]:
-    """What makes an answer right for a verifier where the right one does not hold it."""
+    """The pattern of answers that a verifier takes for right although they do not hold the right one."""
     source = inspect.getsource(kind.score_answer)
     cheats = [r"(?<![^\W\d_])(?i:nan[ij]?)(?![^\W\d_])"]  # to which no distance is long
     if re.search(r"\beval\(", source):  # where the right answer has a name

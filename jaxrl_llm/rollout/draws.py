@@ -92,7 +92,7 @@ def _drawn(sampling: SamplingParams, eos: tuple[int, ...], prompts: Prompts, row
 def _drawn_by_row(
     own: RowSampling, prompts: Prompts, rows: Rows, logits, uniforms, proposed
 ) -> tuple[jax.Array, jax.Array]:
-    """The same with the settings of each row."""
+    """Tokens and log-probs `[G*R*W]` of logits `[G,R,W,V]`, with the settings of each row."""
     width, vocab = logits.shape[-2:]
     changed = processes_by_row(own, rows, vocab) | (own.allowed is not None)
     changed = jnp.repeat(changed.reshape(-1), width)

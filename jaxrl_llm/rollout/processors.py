@@ -116,7 +116,8 @@ def _counts(ids, real, vocab: int):
 
 
 def _counts_of_rows(text, real, vocab: int):
-    """Those `[G,R,W,V]` of text `[G,R,C]`, where `real` `[G,R,W,C]`; mapped, so that every device counts its rows."""
+    """The counts `[G,R,W,V]` of text `[G,R,C]`, where `real` `[G,R,W,C]`; mapped, so that every device counts its
+    rows."""
     of_row = jax.vmap(lambda ids, masks: jax.vmap(lambda real: _counts(ids, real, vocab))(masks))
     return jax.vmap(of_row)(text, real)
 

@@ -41,7 +41,8 @@ class SamplingParams:
 
     @property
     def greedy(self) -> "SamplingParams":
-        """The same of the likeliest tokens: temperature 0, at which no filter changes anything."""
+        """These settings with temperature 0, which takes the likeliest tokens, and at which no filter changes
+        anything."""
         return dataclasses.replace(self, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 
     @property

@@ -14,7 +14,7 @@ COPIES = 2  # a slot grid may hold so many copies of the prompts' caches, whatev
 
 
 class SlotGrid(NamedTuple):
-    """Which prompt each group of slots is of, and which row is in each slot, as numbers within a shard."""
+    """The prompt of each group of decode slots, and the row in each slot, as numbers within a shard."""
 
     prompt: np.ndarray  # [shards, G]
     row: np.ndarray  # [shards, G, R], IDLE in a slot without a row

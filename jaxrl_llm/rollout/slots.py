@@ -73,7 +73,7 @@ class Begun(NamedTuple):
     finished: np.ndarray  # [N] ended with an end-of-text token or stop string
 
     def padded(self, count: int) -> "Begun":
-        """The same with `count` finished rows behind them, which make the rows a multiple of the shards."""
+        """These completions with `count` finished rows behind them, which make the rows a multiple of the shards."""
         grown = Begun(*(np.concatenate([x, np.repeat(x[-1:], count, axis=0)]) for x in self))
         grown.finished[len(self.finished) :] = True
         grown.lengths[len(self.finished) :] = 1
@@ -141,7 +141,8 @@ def ended(rows: Rows):
 
 
 def observations_to_come(rows: Rows):
-    """How many observation tokens, known and not sampled, come next in each row; 0 in rows that have ended."""
+    """The number of observation tokens, known and not sampled, that come next in each row; 0 in rows that have
+    ended."""
     return jnp.where(ended(rows), 0, jnp.maximum(jnp.minimum(rows.known, rows.limit) - rows.length, 0))
 
 
@@ -185,7 +186,7 @@ def flat(x, axis: int):
 
 @functools.partial(jax.jit, static_argnames="shards")
 def collect(rows: Rows, slots: Slots, grid: SlotGrid, shards: int) -> Rows:
-    """All rows, those that are in slots with what they have sampled there; `grid` says which row each slot holds."""
+    """All rows, those that are in slots with their newest samples; `grid` tells the row in each slot."""
     count = rows.length.size // shards
     index = jnp.where(grid.row == IDLE, count, grid.row).reshape(shards, -1)  # past the end: dropped
     return jax.tree.map(lambda everyone, values: put(everyone, index, values, 0), rows, slots.rows)

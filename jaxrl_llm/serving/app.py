@@ -43,7 +43,7 @@ class Decoded(list[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a server takes at most: of a request, of all that it answers at once, and of the time for it."""
+    """The most that a server takes: of a request, of all that it answers at once, and of the time for it."""
 
     tokens: int  # of a prompt and its completion
     body: int = 4 * 2**20  # bytes
@@ -223,7 +223,8 @@ class Server:
         return asked
 
     async def loaded(self, load: Callable[[str], Any], path: Any, field: str) -> Any:
-        """What `load` reads, by a thread, from the folder that a request's `field` gives. Raises BadRequestError."""
+        """The result of `load`, called by a thread with the folder that a request's `field` gives. Raises
+        BadRequestError."""
         if not isinstance(path, str) or not path:
             raise BadRequestError(f"{field} is {path!r:.100}; it takes the path of a folder", param=field)
         try:

@@ -37,7 +37,7 @@ FAILED = BadRequestError("the server failed on this request", 500)
 
 @contextlib.contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Has refusals name the fields that a client sent, where others were made of them: `names` are theirs by these."""
+    """Make refusals name the fields that a client sent, where others were made of them: `names` are theirs by these."""
     try:
         yield
     except BadRequestError as error:

@@ -127,7 +127,7 @@ class RequestQueue:
             self._waiting.clear()
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Has the queue's thread, which owns the devices, call a function between two chunks.
+        """Let the queue's thread, which owns the devices, call a function between two chunks.
 
         The future has what it returns or raises; where the queue ends before, StoppedError or its failure.
         """
@@ -141,7 +141,7 @@ class RequestQueue:
         return future
 
     async def called(self, function: Callable[[], Any]) -> Any:
-        """What a function returns that `call` has called, or raises what it raises; for coroutines."""
+        """The result of a function that `call` has called; raises what it raises. For coroutines."""
         return await asyncio.wrap_future(self.call(function))
 
     def forget_adapter(self, name: str) -> bool:

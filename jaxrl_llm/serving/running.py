@@ -67,7 +67,7 @@ class Running:
         return any(self.rows)
 
     def chosen(self, handles: list[Handle]) -> tuple[list[Handle], bool]:
-        """Those of the rows that may join now, first come, first served, and whether `make_single` has to come first.
+        """The rows that may join now, first come, first served, and whether `make_single` has to come first.
 
         Prompts of more than PREFILL_TOKENS together wait for the next chunk.
         """

@@ -23,7 +23,7 @@ def can_think(template: str) -> bool:
 
 
 def tell_template(chat: dict[str, Any], thinks: bool | None, effort: str | None) -> None:
-    """Has the chat template think or not, and with an effort, where it can; the request's own options stay."""
+    """Let the chat template think or not, and with an effort, where it can; the request's own options stay."""
     # `enable_thinking` of Qwen 3, GLM and Gemma 4, `thinking` of DeepSeek V3.1 and Granite, the effort of gpt-oss.
     options = {} if thinks is None else {"enable_thinking": thinks, "thinking": thinks}
     options |= {} if effort is None else {"reasoning_effort": effort}
@@ -33,7 +33,7 @@ def tell_template(chat: dict[str, Any], thinks: bool | None, effort: str | None)
 
 
 def tell_effort(chat: dict[str, Any], effort: Any, template: str, field: str, given: Any, others: str = "") -> None:
-    """Has the chat template think as an effort says; `none` is not at all, and None says nothing.
+    """Let the chat template think as an effort says; `none` is not at all, and None says nothing.
 
     Raises BadRequestError, on the `field` whose value is `given` and which takes `others` too, for an effort that there
     is not, or of a template without thoughts.

@@ -65,7 +65,7 @@ class LocalJudge:
         self.__signature__ = inspect.signature(judge)
 
     def __call__(self, *batch: Any, **arguments: Any) -> list[Any]:
-        """What the judge gives for the batch."""
+        """The rewards that the judge gives for the batch."""
         call = self.judge(*batch, **arguments)
         try:
             call.send(None)
@@ -224,7 +224,7 @@ def reply_options(spec: JudgeSpec) -> tuple[dict[str, Any], Mapping[str, Any]]:
 
 
 def sampling_of(values: Mapping[str, Any]) -> SamplingParams:
-    """How the replies of a judge with these `reply_options` are drawn."""
+    """The sampling settings of the replies of a judge with these `reply_options`."""
     return SamplingParams(**{setting.name: values[setting.name] for setting in SAMPLING})
 
 

@@ -131,7 +131,7 @@ def from_blocks(stored: Blocks, squares: bool) -> jax.Array:
 
 
 def block_of(size: int) -> int:
-    """How many of the `size` numbers of a row share a scale: the largest divisor up to 256.
+    """The number of the `size` numbers of a row that share a scale: the largest divisor up to 256.
 
     One of 16 or more that makes the blocks a multiple of 8 goes first, as devices that share a row have whole blocks
     then.

@@ -128,7 +128,7 @@ class RewardModel:
         return [float(score) for score in self._computed(score_rows, ids)]
 
     def _computed(self, program: Callable[..., jax.Array], ids: list[list[int]]) -> list[Any]:
-        """What the jitted `program(net, params, tokens, segments)` gives for each row.
+        """The results of the jitted `program(net, params, tokens, segments)` for each row.
 
         Raises ConfigError for a row beyond the positions that the model has learned.
         """

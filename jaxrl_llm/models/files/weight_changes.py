@@ -19,7 +19,7 @@ THREADS = 8  # that compare, compress and sum up arrays, which all let other thr
 
 
 class Change(NamedTuple):
-    """What an array has become: its bytes, and how they differ from those before."""
+    """The new numbers of an array: its bytes, and how they differ from those before."""
 
     name: str
     new: np.ndarray

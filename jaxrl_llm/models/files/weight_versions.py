@@ -45,7 +45,7 @@ class PatchError(ConfigError):
 
 
 class ByteRange(NamedTuple):
-    """Where the bytes of a tensor are: in which file, from which byte on, how many."""
+    """The bytes of a tensor: in which file, from which byte on, how many."""
 
     file: Path
     start: int

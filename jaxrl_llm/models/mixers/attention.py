@@ -424,7 +424,8 @@ def in_blocks(config, q, k, v, mask, sinks=None, causal: bool = False, positions
 
 
 def linear_biases(config, positions) -> jax.Array:
-    """What ALiBi (arXiv 2108.12409) adds to the scores of keys at `positions` `[N,S]`: `[N,J,H/J,S]`, in fp32.
+    """The numbers `[N,J,H/J,S]`, in fp32, that ALiBi (arXiv 2108.12409) adds to the scores of keys at `positions`
+    `[N,S]`.
 
     It is a slope of each head times the position: to the softmax the same as minus the slope times the distance from
     the query. Head i of n, a power of two, has the slope `2 ** (-alibi * i / n)`; of other numbers of heads those above

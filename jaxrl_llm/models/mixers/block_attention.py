@@ -100,7 +100,8 @@ class BlockAttention(Attention):
         return BlockCache(Attention.grow_cache(cache.kept, size), LatentAttention.grow_cache(cache.keys, size))
 
     def _chosen_of_rows(self, q, keys, inputs: AttentionInputs) -> jax.Array:
-        """Which tokens each head `[N,J,T,T]` sees of whole rows, where documents lie in one piece each."""
+        """The tokens that each head sees of whole rows, as booleans `[N,J,T,T]`, where documents lie in one piece
+        each."""
         c, positions, segments, mask = self.config, inputs.positions, inputs.segments, inputs.mask
         assert mask is not None
         length, blocks = positions.shape[1], positions // c.index_block
@@ -128,7 +129,7 @@ class BlockAttention(Attention):
         return jnp.moveaxis(jax.lax.scan(of_head, None, jnp.moveaxis(q, -2, 0))[1], 0, 1)
 
     def _chosen_of_next(self, q, prompt, row, inputs: DecodeInputs) -> jax.Array:
-        """Which tokens of prompt and row each head `[G,R,W,J,P+S]` of the next tokens sees."""
+        """The tokens of prompt and row that each head of the next tokens sees, as booleans `[G,R,W,J,P+S]`."""
         c, mask = self.config, inputs.prompt_mask
         before, size, width = mask.shape[1], row.shape[2], q.shape[2]
         scores = [einsum("grwje,gse->grwjs", q, prompt), einsum("grwje,grse->grwjs", q, row)]

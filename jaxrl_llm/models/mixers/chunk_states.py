@@ -15,7 +15,8 @@ from jaxrl_llm.distributed.sharding import constrain
 
 @jax.custom_vjp
 def across(own, reads, kept, keys) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What tokens read of the states before their chunks and what they add `[M,N,h,r,t,v]`, and the last state.
+    """The values that tokens read of the states before their chunks and those that they add `[M,N,h,r,t,v]`, and the
+    last state.
 
     The arrays are those of `delta_net.Chunk`. The first state is zeros.
     """

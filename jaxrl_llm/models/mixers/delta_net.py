@@ -39,7 +39,7 @@ class PromptState(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What a token makes of the state S before it: `S <- kept S + key added`."""
+    """The step that a token makes of the state S before it: `S <- kept S + key added`."""
 
     kept: jax.Array  # [...,G,R,h,r,1], or [...,h,r,d]
     key: jax.Array  # [...,G,R,h,d]
@@ -88,7 +88,7 @@ class Chunk(NamedTuple):
     keys: jax.Array  # [...,h,r,t,d]: with what is left of each then
 
     def parts(self, found) -> tuple[jax.Array, jax.Array]:
-        """What tokens read and what they add, both `[...,h,r,t,v]`, of `found`, which is `reads S`."""
+        """The values that tokens read and those that they add, both `[...,h,r,t,v]`, of `found`, which is `reads S`."""
         if found.shape[-2] == self.own.shape[-2]:
             return found, self.own
         taken, read = jnp.split(found, 2, axis=-2)
@@ -113,7 +113,7 @@ def within_chunks(q, k, v, g, beta, segments, before) -> Chunk:
 
 
 def decays(g, segments, before) -> tuple[jax.Array, jax.Array]:
-    """What is left of token s at token t `[...,h,r,t,s]`, and of the state before at t `[...,h,r,t]`.
+    """The shares that are left of token s at token t `[...,h,r,t,s]`, and of the state before at t `[...,h,r,t]`.
 
     g are log decays `[...,h,r,t]`, segments `[...,t]`, `before` `[...]` those of states; of others nothing is left.
     """

@@ -29,7 +29,7 @@ def within_segment(q, k, v, g, beta, segments, before) -> Chunk:
 
 
 def scanned(c, b, x, dt, rates, segments, chunk: int = CHUNK) -> tuple[jax.Array, jax.Array]:
-    """What tokens read `[N,T,r]`, and the states `[N,r,d]` of the last segments.
+    """The outputs `[N,T,r]` that tokens read of their states, and the states `[N,r,d]` of the last segments.
 
     c, b `[N,T,d]`, x, dt `[N,T,r]`, rates `[r,d]`, which are negative, segments `[N,T]`. Tokens go one after another: a
     number of a state decays like no other, so that no product of matrices stands for many of them. The backward pass

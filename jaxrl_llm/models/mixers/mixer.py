@@ -74,7 +74,8 @@ class Passing(NamedTuple):
 
     @classmethod
     def of(cls, cache, caches) -> "Passing":
-        """What a mixer returns beside its outputs: a Passing, or a cache, for which the `caches` are passed on."""
+        """The results of a mixer beside its outputs, a Passing or a cache, as a Passing; of a cache the `caches` are
+        passed on."""
         return cache if isinstance(cache, Passing) else cls(cache, caches)
 
 
@@ -170,7 +171,7 @@ class NoMixer(Cacheless, nnx.Module):
 
     @staticmethod
     def layer_arrays(config, layer: LayerConfig) -> tuple:
-        """Nothing: layers differ in their parameters alone."""
+        """No arrays: layers differ in their parameters alone."""
         return ()
 
     @staticmethod

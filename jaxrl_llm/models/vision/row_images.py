@@ -125,7 +125,7 @@ def _power_of_two(least: int) -> int:
 
 
 def image_tokens(ids: Sequence[Sequence[int]], vision: VisionConfig) -> list[int]:
-    """How many of the token ids of each row are the image token, in whose places features of images go."""
+    """The number of image tokens, in whose places features of images go, among the token ids of each row."""
     return [sum(token == vision.image_token for token in own) for own in ids]
 
 

@@ -165,7 +165,7 @@ class Vision(nnx.Module):
         return jnp.where(own[..., None], images.grids, 0)
 
     def seen(self, tokens, segments, positions, images: Images) -> jax.Array:
-        """Which features of a Tiled encoder each token sees, see `seen_features`."""
+        """The features of a Tiled encoder that each token sees, as `seen_features` has them."""
         assert isinstance(self.encoder, Tiled)
         own = self._grids(images)
         return seen_features(tokens, segments, positions, self.config.image_token, own, self.encoder.config)

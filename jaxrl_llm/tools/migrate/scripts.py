@@ -118,7 +118,8 @@ def _of_each(node: ast.ListComp) -> ast.expr | None:
 
 
 class Loaded(NamedTuple):
-    """How a script gets rows."""
+    """The rows that a script loads: the call that does it, the split, the share that is held out, and its changes of
+    them."""
 
     node: ast.expr  # the call that loads them
     split: Any  # of its, which is taken

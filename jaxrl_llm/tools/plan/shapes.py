@@ -259,7 +259,7 @@ def _copied(spec: ReferenceSpec, net: Net, params: Params) -> tuple[Params, Para
 
 
 def _average(config, net: Net, params: Params) -> tuple[Params, ...]:
-    """What the average of the policy holds; see `training.average`."""
+    """The parameters that the average of the policy holds; see `training.average`."""
     if not config.average.every:
         return ()
     averaged = split(params, net.config.frozen)[1]

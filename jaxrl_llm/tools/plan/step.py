@@ -25,7 +25,7 @@ from jaxrl_llm.training.update import merge_frozen
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What is planned: a configuration, its arrays on the devices of a target, and rows of `widths` (prompt, total)
+    """A step to plan: a configuration, its arrays on the devices of a target, and rows of `widths` (prompt, total)
     tokens.
 
     `image_tokens` are those of a prompt's images, or of a row's where rows are given.

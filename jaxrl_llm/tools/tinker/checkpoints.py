@@ -63,7 +63,7 @@ class Store:
     """The checkpoints in a folder, `ROOT/RUN/KIND/NAME`, which one server at a time writes."""
 
     def __init__(self, root: Path, check: Callable[[], None] | None = None):
-        """What a server that was killed left half written goes, and what it had moved away for that comes back.
+        """Deletes what a server that was killed left half written, and brings back what it had moved away for that.
 
         `check` is called before anything is saved, and raises where the folder is another server's by now.
         """
@@ -75,7 +75,7 @@ class Store:
         return self.root.joinpath(*place)
 
     def _read(self, place: Place) -> dict[str, Any] | None:
-        """What was written beside a checkpoint, None where there is none; one whose time is over is deleted."""
+        """The entries beside a checkpoint, None where there is none; one whose time is over is deleted."""
         found = read_json(self._folder(place) / INFO)
         ends = None if found is None else found.get("expires_at")
         if ends is None or datetime.datetime.fromisoformat(ends) > _now():
@@ -140,7 +140,7 @@ class Store:
         return config, weights, adam
 
     def info(self, path: Any) -> dict[str, Any]:
-        """What was written beside a checkpoint. Raises BadRequestError where there is none."""
+        """The entries beside a checkpoint. Raises BadRequestError where there is none."""
         found = self._read(place_of(path))
         if found is None:
             raise BadRequestError(f"there are no weights {path}", 404)
@@ -154,7 +154,7 @@ class Store:
         return {file.relative_to(folder).as_posix(): file for file in found}
 
     def set_expiry(self, path: Any, ends: str | None) -> None:
-        """Has a checkpoint end at another time, or never. Raises BadRequestError where there is none."""
+        """Let a checkpoint end at another time, or never. Raises BadRequestError where there is none."""
         info, file = self.info(path), self._folder(place_of(path)) / INFO
         write_json(file, {**info, "expires_at": ends})
 
@@ -174,7 +174,7 @@ class Store:
         return sorted(found, key=lambda each: each[1]["time"])
 
     def shown(self, place: Place, info: dict[str, Any]) -> dict[str, Any]:
-        """What clients are told of a checkpoint, by the names of Tinker's API."""
+        """The facts of a checkpoint that clients are given, by the names of Tinker's API."""
         size = sum(file.stat().st_size for file in self._folder(place).rglob("*") if file.is_file())
         return {
             "checkpoint_id": f"{place.kind}/{place.name}", "checkpoint_type": KINDS[place.kind], "time": info["time"],

@@ -83,7 +83,7 @@ class Rest:
         return FileResponse(files[name])
 
     async def set_ttl(self, server: Server, request: Request) -> Response:
-        """Has a checkpoint end so many seconds from now, or never."""
+        """Let a checkpoint end so many seconds from now, or never."""
         body = await server.body(request)
         await asyncio.to_thread(self.store.set_expiry, asked(request).path, expiry(body.get("ttl_seconds")))
         return Response(status_code=204)
@@ -100,7 +100,7 @@ def asked(request: Request) -> Place:
 
 
 def run_about(run: str, info: Mapping[str, Any], metadata: Any, used: str) -> dict[str, Any]:
-    """What clients are told of a run, by the names of Tinker's API."""
+    """The facts of a run that clients are given, by the names of Tinker's API."""
     return {"training_run_id": run, "base_model": info["base_model"], "model_owner": "local", **rank_about(info),
             "last_request_time": used, "user_metadata": metadata}  # fmt: skip
 

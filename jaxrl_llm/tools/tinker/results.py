@@ -27,7 +27,7 @@ class Failure(NamedTuple):
 
 
 async def settled(work: Callable[[], Awaitable[Any]]) -> Any:
-    """What a function comes to, or the Failure that it ends in: an error would keep the arrays of all its frames."""
+    """The result of a function, or the Failure that it ends in: an error would keep the arrays of all its frames."""
     try:
         return await work()
     except (BadRequestError, ConfigError) as error:
@@ -40,7 +40,7 @@ async def settled(work: Callable[[], Awaitable[Any]]) -> Any:
 
 
 class Pending:
-    """What will be the result of a request, and since when it waits to be fetched."""
+    """A result that is there or will be, and since when it waits to be fetched."""
 
     def __init__(self, future: "asyncio.Future[Any]"):
         self.future = future

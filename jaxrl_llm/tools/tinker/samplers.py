@@ -44,7 +44,7 @@ class Loaded(NamedTuple):
 
 
 class Samplers:
-    """What clients sample from, by the names that they got for it."""
+    """The weights that clients sample from, by the names that they got for them."""
 
     def __init__(
         self, model: Model, queue: RequestQueue, store: Store, names: tuple[str, ...], results: Results,
@@ -82,7 +82,7 @@ class Samplers:
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler})
 
     async def get(self, server: Server, request: Request) -> Response:
-        """What a sampler samples from. Its base is called by a name that clients load the tokenizer by."""
+        """The facts of a sampler's weights. Their base is called by a name that clients load the tokenizer by."""
         sampler = request.path_params["sampler"]
         path = self._path(sampler)
         named = path if path.startswith(SCHEME) else None
@@ -112,7 +112,7 @@ class Samplers:
         return self.paths[name]
 
     async def _ensure(self, server: Server, path: Any) -> None:
-        """Has the weights of a path to sample from, read from their folder where they are not, or are others now."""
+        """Load the weights of a path to sample from, where they are not loaded, or are others in their folder now."""
         if not isinstance(path, str):
             raise BadRequestError(f"model_path is {path!r:.100}; it takes the path of saved weights")
         if not path.startswith(SCHEME):
@@ -174,7 +174,7 @@ class Samplers:
         await completed(loaded())
 
     def _show(self, server: Server) -> None:
-        """Has the saved weights that are loaded as models of the server."""
+        """Show the saved weights that are loaded as models of the server."""
         saved = (name for name in self.loaded if name.startswith(SCHEME))
         server.names = (*(name for name in server.names if not name.startswith(SCHEME)), *saved)
 

@@ -124,7 +124,7 @@ class TrainingService:
         return own + others
 
     async def client_config(self, server: Server, request: Request) -> Response:
-        """How the SDK talks to this server: over plain HTTP, uncompressed."""
+        """The settings with which the SDK talks to this server: over plain HTTP, uncompressed."""
         return JSONResponse({"use_pyqwest_transport": False, "proto_compress_fwdbwd": False})
 
     async def dynamic_config(self, server: Server, request: Request) -> Response:
@@ -220,7 +220,7 @@ class TrainingService:
         return self.runs.submit(live, body, unloaded)
 
     async def get_info(self, server: Server, request: Request) -> Response:
-        """What a run adapts, called by a name that clients load the tokenizer by, and how."""
+        """The model that a run adapts, called by a name that clients load the tokenizer by, and its adapter's rank."""
         live = self.runs.of(await server.body(request))
         arch = (self.model.hf_config or {}).get("model_type")
         about = {"arch": arch, "model_name": self.tokenizer, "tokenizer_id": self.tokenizer}

@@ -47,5 +47,5 @@ class Sessions:
         return JSONResponse({"type": "session_heartbeat"})
 
     async def list(self, server: Server, request: Request) -> Response:
-        """All sessions."""
+        """The ids of all sessions."""
         return JSONResponse({"sessions": list(self.found)})

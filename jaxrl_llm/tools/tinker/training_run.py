@@ -133,7 +133,7 @@ class TrainingRun:
 
 
 def described(config: lora.LoraConfig | None) -> str:
-    """What a run trains, for messages."""
+    """The words of messages for what a run trains: its adapters, or all weights."""
     return "all of a model" if config is None else f"adapters of rank {config.rank} of {', '.join(config.targets)}"
 
 

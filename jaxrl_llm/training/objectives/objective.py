@@ -48,7 +48,8 @@ def encoder_of(net: Net) -> Callable[[Params, Images], jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Aggregation:
-    """How the losses of tokens become one number: the mode `algorithm.aggregation`, and the settings that some read."""
+    """The way from the losses of tokens to one number: the mode `algorithm.aggregation`, and the settings that some
+    read."""
 
     mode: str
     max_completion_length: int

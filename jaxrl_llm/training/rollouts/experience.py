@@ -25,7 +25,7 @@ UNSAMPLED = -1  # the version of a place without a token
 
 
 class Partial(NamedTuple):
-    """Which policies sampled the tokens of rows that went on over several of them."""
+    """The policies that sampled the tokens of rows which went on over several of them."""
 
     versions: np.ndarray  # [rows of this process, C] training steps of the policy that sampled each token; UNSAMPLED
     waiting: int  # rows of other prompts that are begun, and go on in the next step

@@ -14,7 +14,7 @@ Sampled = tuple[list[list[int]], list[list[float]]]  # token ids and log-probs o
 
 
 class Rounds:
-    """What the rollout functions of all processes ask for, which all processes do together.
+    """The programs that rollout functions ask for, which all processes do together.
 
     Each process calls the function for its own prompts, but sampling and writing the weights are programs of all
     processes. So these go in rounds: each says what its function asks for, and all do it. A process whose function has

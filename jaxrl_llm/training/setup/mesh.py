@@ -26,8 +26,8 @@ def build_mesh(config) -> Mesh:
 
 
 def sampling_part(config, mesh: Mesh, kv_heads: int) -> OwnPart:
-    """What samples the batches of training: the devices that only sample, those of this process where each samples
-    apart, or else `mesh`, that of training."""
+    """The part of the devices that samples the batches of training: those that only sample, those of this process where
+    each samples apart, or else `mesh`, that of training."""
     if samples_apart(config):
         return OwnPart.of(mesh, kv_heads, config.rollout.mesh)
     if count := sampling_devices(config):

@@ -109,6 +109,6 @@ def checkpoint_folder(config, run: str | Path | None = None) -> Any:
 
 
 def keep_of(config) -> Keep:
-    """Which checkpoints of a run are kept, by the settings `checkpoint.keep*` and `best*`."""
+    """The rule by which checkpoints of a run are kept, of the settings `checkpoint.keep*` and `best*`."""
     c = config.checkpoint
     return Keep(c.keep, c.keep_every, c.keep_hours, c.best, c.best_mode)

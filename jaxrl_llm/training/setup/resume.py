@@ -34,7 +34,8 @@ from jaxrl_llm.training.update import State, merge_frozen
 
 
 def parts_loaded(config) -> list[str]:
-    """What this start loads, and of which checkpoint; nothing where that is all of the run's own newest one.
+    """The parts that this start loads, and the checkpoint that they are of; none where they are all of the run's own
+    newest one.
 
     Each checkpoint of the run keeps it, for `loaded_once`.
     """
@@ -91,7 +92,7 @@ def changes_to(config, given: Given, checkpoints: Checkpoints) -> Changes:
 
 
 class Beginning(NamedTuple):
-    """What a start begins with: the state, the counts of the log, and what is to be warned of."""
+    """The beginning of a start: the state, the counts of the log, and what is to be warned of."""
 
     state: State
     counts: dict[str, int]  # those of `StepLog`

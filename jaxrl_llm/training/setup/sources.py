@@ -179,8 +179,8 @@ def _queue(setup: Setup, producer: Producer, own: OwnPart) -> RolloutQueue | Fil
 def _first_stage(
     setup: Setup, prompts: PromptStream, advantages: AdvantageStep, reference: Reference | None
 ) -> FirstStage | None:
-    """What samples the reference's scores of the prompts before the first step, or None where nothing asks for them
-    or the rows have them."""
+    """The stage that samples the reference's scores of the prompts before the first step; None where nothing asks for
+    them or the rows have them."""
     config, folder = setup.config, Path(setup.config.output_dir)
     samples = config.algorithm.reference_samples
     if not isinstance(prompts, ScoredPrompts):

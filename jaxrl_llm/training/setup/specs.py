@@ -251,7 +251,7 @@ def context_width(config, prompt_width: int) -> int:
 
 
 def cross_tokenizer_spec(config) -> CrossTokenizerSpec:
-    """How the tokens of a teacher with another tokenizer are compared with the policy's."""
+    """The settings by which the tokens of a teacher with another tokenizer are compared with the policy's."""
     c = config.teacher
     return CrossTokenizerSpec(
         c.uld_align, not c.uld_skip_eos, c.uld_hybrid, divergence_temperature(config), data_spec(config).template_kwargs
@@ -451,7 +451,8 @@ def offline_spec(config, width: int) -> OfflineSpec:
 
 
 def training_sampling(config) -> SamplingParams:
-    """How completions to train on are sampled: the settings of `rollout`, without bad words, which need a tokenizer."""
+    """The sampling settings of completions to train on, those of `rollout`; bad words, which need a tokenizer, are
+    added in worker.py."""
     c = config.rollout
     return spec_of(
         SamplingParams,

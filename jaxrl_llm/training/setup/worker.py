@@ -47,7 +47,7 @@ from jaxrl_llm.training.setup.memory import check_memory, device_memory, with_fi
 
 
 class Setup(NamedTuple):
-    """What is read and opened before a run is built, and of which all else is built."""
+    """The objects that are read and opened before a run is built, and of which all else is built."""
 
     config: ConfigDict
     mesh: Mesh
@@ -165,7 +165,7 @@ def guide_of(config) -> Guide:
 
 
 def external_rollout(setup: Setup, function: Callable[..., Any], engine: Engine, width: int) -> ExternalRollout:
-    """What samples by a function of the user's, after prompts of `width` tokens, by the settings of the run."""
+    """The rollout by a function of the user's, after prompts of `width` tokens, by the settings of the run."""
     config, mesh, model, c = setup.config, setup.mesh, setup.model, setup.config.rollout
     published: dict[str, Publisher] = {}  # by their paths; they live as long as what publishes there
 
@@ -197,7 +197,7 @@ def external_rollout(setup: Setup, function: Callable[..., Any], engine: Engine,
 
 
 def agent_rollout(setup: Setup, agents: Agents, engine: Engine, turns: TurnTokenizer, width: int) -> AgentRollout:
-    """What samples by programs that talk to an endpoint; raises EpisodeError on a mesh that is not that of training."""
+    """The rollout by programs that talk to an endpoint; raises EpisodeError on a mesh that is not that of training."""
     if isinstance(engine, ReshardedEngine):
         raise EpisodeError(
             "environment.agent is sampled on the mesh of training: set rollout.mesh to none, and mesh.context to 1"

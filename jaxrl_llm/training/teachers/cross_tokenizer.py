@@ -86,7 +86,8 @@ class SpanRows(NamedTuple):
 def at_ends(
     hidden, head, tokens, ends, last, first: int, temperature: float, softcap: float | None
 ) -> tuple[jax.Array, jax.Array]:
-    """What a teacher's head reads `[N,T,D]` at the last token of each span, and the `prefix_logps` `[N,T]` of spans.
+    """The hidden states `[N,T,D]` that a teacher's head reads at the last token of each span, and the `prefix_logps`
+    `[N,T]` of spans.
 
     hidden `[N,S,D]`, head `[D,W]` and tokens `[N,S]` are the teacher's, whose completions begin at column `first`;
     ends `[N,S]` and last `[N,T]` are those of `SpanRows`.
