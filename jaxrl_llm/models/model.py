@@ -26,8 +26,7 @@ from jaxrl_llm.models.adapters.peft_patterns import ALIKE, AdapterPatterns, with
 from jaxrl_llm.models.families import family_for, family_of
 from jaxrl_llm.models.families.rotary import max_positions
 from jaxrl_llm.models.files import hf, safetensors
-from jaxrl_llm.models.kernels.fused_attention import has_flash, is_before_ampere
-from jaxrl_llm.models.model_config import ModelConfig
+from jaxrl_llm.models.kernels.fused_attention import check_attention, is_before_ampere
 from jaxrl_llm.models.net import Net, Params, restacked
 from jaxrl_llm.models.quantize import KINDS
 from jaxrl_llm.models.rate_factors import rate_factors
@@ -158,10 +157,13 @@ def describe(
         described = peft.read_config(adapter)
         overrides = {"head": described.head, **overrides, **described.fields}
     folder, trained = hf.locate(path, allow_pickle, revision=revision), overrides.pop("trained", EVERYTHING)
-    net = hf.load_net(folder, entries, dtype=dtype, param_dtype=param_dtype or dtype, **overrides)
-    net = trained.grouped(net, family_of(hf.read_config(folder, entries)))
+    hf_config = hf.read_config(folder, entries)
+    family = family_of(hf_config)
+    net = trained.grouped(
+        hf.load_net(folder, entries, dtype=dtype, param_dtype=param_dtype or dtype, **overrides), family
+    )
     if adapter is not None:
-        net = peft.with_adapter_modules(net, family_of(hf.read_config(folder, entries)), adapter)
+        net = peft.with_adapter_modules(net, family, adapter)
     check_attention(net.config, jax.default_backend())
     if tokenizer is None and hf.has_tokenizer(folder):
         tokenizer = hf.load_tokenizer(folder, trust_remote_code)
@@ -169,7 +171,6 @@ def describe(
     if tokenizer is not None:
         check_ids(tokenizer, net.config.embeddings, generation, os.fspath(path))
         hf.remember_images(tokenizer, folder)
-    hf_config = hf.read_config(folder, entries)
     return Model(net, net.shapes(), tokenizer, hf_config, generation, os.fspath(path), revision)
 
 
@@ -419,35 +420,6 @@ def named_rate_factors(model: Model, entries: Sequence[str]) -> dict[str, tuple[
 
 def _family(model: Model):
     return family_for(model.net.config) if model.hf_config is None else family_of(model.hf_config)
-
-
-def check_attention(config: ModelConfig, backend: str) -> None:
-    """Raises ConfigError where attention is asked for that programs compiled for the backend cannot have."""
-    here = f"this is a {backend}"
-    sinks = {"it has no sinks, as this model has": config.attention_sinks}
-    biases = {"it adds no ALiBi to scores, as this model does": bool(config.alibi)}
-    on_gpus = {
-        **biases,
-        f"it runs on NVIDIA GPUs, and {here}": backend != "gpu",
-        f"it takes bfloat16 or float16, and model.dtype is {config.dtype}": config.dtype == "float32",
-        "it does not cap scores, as this model does": config.attention_softcap is not None,
-    }
-    reasons = {
-        "cudnn": on_gpus,
-        "flash": {
-            **on_gpus,
-            **sinks,
-            f"jax {jax.__version__} has no kernel of it for this GPU": not has_flash(),
-            "it has no sliding window, as this model has": config.sliding_window is not None,
-            "it is causal, and this model's images are seen in both directions": (
-                config.vision is not None and config.vision.bidirectional
-            ),
-        },
-        "splash": {**biases, **sinks, f"it runs on TPUs, and {here}": backend != "tpu"},
-    }
-    holding = [reason for reason, holds in reasons.get(config.attention, {}).items() if holds]
-    if holding:
-        raise ConfigError(f"model.attention = {config.attention!r}: {'; '.join(holding)}. Use 'xla'.")
 
 
 def compute_dtype(dtype: str) -> str:

@@ -13,8 +13,8 @@ from jaxrl_llm.config import ConfigError, default
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models import layers
 from jaxrl_llm.models.families.decoder import settings
+from jaxrl_llm.models.kernels.fused_attention import check_attention
 from jaxrl_llm.models.mixers import attention
-from jaxrl_llm.models.model import check_attention
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net, unstack
 from jaxrl_llm.models.transformer import attention_mask, segment_positions

@@ -73,6 +73,35 @@ def described(config, backend: str | None = None) -> str:
     return ", ".join(f"{text} for {' and '.join(rows)}" for text, rows in choices.items())
 
 
+def check_attention(config, backend: str) -> None:
+    """Raises ConfigError where attention is asked for that programs compiled for the backend cannot have."""
+    here = f"this is a {backend}"
+    sinks = {"it has no sinks, as this model has": config.attention_sinks}
+    biases = {"it adds no ALiBi to scores, as this model does": bool(config.alibi)}
+    on_gpus = {
+        **biases,
+        f"it runs on NVIDIA GPUs, and {here}": backend != "gpu",
+        f"it takes bfloat16 or float16, and model.dtype is {config.dtype}": config.dtype == "float32",
+        "it does not cap scores, as this model does": config.attention_softcap is not None,
+    }
+    reasons = {
+        "cudnn": on_gpus,
+        "flash": {
+            **on_gpus,
+            **sinks,
+            f"jax {jax.__version__} has no kernel of it for this GPU": not has_flash(),
+            "it has no sliding window, as this model has": config.sliding_window is not None,
+            "it is causal, and this model's images are seen in both directions": (
+                config.vision is not None and config.vision.bidirectional
+            ),
+        },
+        "splash": {**biases, **sinks, f"it runs on TPUs, and {here}": backend != "tpu"},
+    }
+    holding = [reason for reason, holds in reasons.get(config.attention, {}).items() if holds]
+    if holding:
+        raise ConfigError(f"model.attention = {config.attention!r}: {'; '.join(holding)}. Use 'xla'.")
+
+
 def _auto(config, length: int, by_mask: bool, backend: str | None) -> tuple[str, str | None]:
     # What `auto` stands for and, of xla, why.
     backend = backend or jax.default_backend()

@@ -9,7 +9,7 @@ import jax
 from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows, with_correction
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.sharding import bytes_on_device, make_mesh
-from jaxrl_llm.models.model import check_attention
+from jaxrl_llm.models.kernels.fused_attention import check_attention
 from jaxrl_llm.tools.plan.compiler import ProgramStats
 from jaxrl_llm.tools.plan.graders import compile_graders
 from jaxrl_llm.tools.plan.programs import Microbatch, compile_step, held_bytes
