@@ -32,7 +32,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{file} must hold a JSON object, but holds a {type(value).__name__}.")
+        raise ConfigError(f"{file} must hold a JSON object, but holds a {type(value).__name__}")
     return value
 
 

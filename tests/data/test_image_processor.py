@@ -619,3 +619,10 @@ print(own.pixels([Image.new("RGB", (50, 20))]).shape)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False)
     assert done.stdout.strip() == "(9, 16, 16, 3)", done.stderr
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_damaged_file_is_to_be_copied_from_the_original(tmp_path, text):
+    (tmp_path / "preprocessor_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json .*JSON.*; copy that of the original model"):
+        image_processors.read_json(tmp_path / "preprocessor_config.json")

@@ -1,6 +1,5 @@
 """The image processor of a family, and what those of several families check and read."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxrl_llm.config import files
 from jaxrl_llm.config.resolve import ConfigError
 
 if TYPE_CHECKING:
@@ -100,12 +100,9 @@ def token_ids(tokenizer: Any, names: tuple[str, ...], others: tuple[str, ...] = 
 def read_json(file: Path) -> dict[str, Any]:
     """The contents of a JSON file; empty where there is none. Raises ConfigError for one that is no JSON object."""
     try:
-        made = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except ValueError as error:
-        raise ConfigError(f"{file} is no JSON ({error}); copy that of the original model") from error
-    if not isinstance(made, dict):
-        raise ConfigError(f"{file} is no JSON object; copy that of the original model")
-    return made
+        return files.read_json(file) or {}
+    except ConfigError as error:
+        raise ConfigError(f"{error}; copy that of the original model") from error
 
 
 def scaled(image: "Image", height: int, width: int, entries: Mapping[str, Any]) -> np.ndarray:
