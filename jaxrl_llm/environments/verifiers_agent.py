@@ -47,16 +47,16 @@ class VerifiersAgent:
         except Exception as error:
             said = " ".join(str(error).split())
             raise EpisodeError(f"{key}: verifiers cannot load {taskset!r}: {type(error).__name__}: {said}") from error
-        seats = {name: value for name, value in config if isinstance(value, self.package.AgentConfig)}
-        of_policy = [name for name, seat in seats.items() if seat.client is None]
-        if len(of_policy) != 1 or seats[of_policy[0]].model is not None:
+        agents = {name: value for name, value in config if isinstance(value, self.package.AgentConfig)}
+        of_policy = [name for name, agent in agents.items() if agent.client is None]
+        if len(of_policy) != 1 or agents[of_policy[0]].model is not None:
             raise EpisodeError(
-                f"{key}: the environment of {taskset!r} has the agents {', '.join(seats)}; one is trained, without "
+                f"{key}: the environment of {taskset!r} has the agents {', '.join(agents)}; one is trained, without "
                 "model and client: give all others both in env, "
                 "{'judge': {'model': '...', 'client': {'base_url': '...'}}}"
             )
-        self.seat = of_policy[0]
-        if any(one.retries != self.package.RetryConfig() for one in (config, seats[self.seat])):
+        self.trained = of_policy[0]
+        if any(one.retries != self.package.RetryConfig() for one in (config, agents[self.trained])):
             raise EpisodeError(
                 f"{key}: env has retries, but attempts that failed would be learned from too: leave them out"
             )
@@ -104,7 +104,7 @@ class VerifiersAgent:
         if not episode.ok:
             errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
             raise EpisodeError("; ".join(f"{error.type}: {error.message}" for error in errors))
-        traces = [trace for trace in episode.traces if trace.agent.name == self.seat]
+        traces = [trace for trace in episode.traces if trace.agent.name == self.trained]
         rewards: dict[str, float] = {}
         for trace in traces:
             for name, reward in trace.rewards.items():
@@ -112,7 +112,7 @@ class VerifiersAgent:
                     raise EpisodeError(f"the reward {name} was not scored: the episode ended by {trace.stop_condition}")
                 rewards[name] = rewards.get(name, 0.0) + reward.value / len(traces)
         if not rewards:
-            raise EpisodeError(f"{of_task.__name__} gives no reward to the agent {self.seat}")
+            raise EpisodeError(f"{of_task.__name__} gives no reward to the agent {self.trained}")
         return rewards
 
     async def _serve(self, ready: asyncio.Future[None]) -> None:
