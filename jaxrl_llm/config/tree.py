@@ -157,7 +157,11 @@ def validate(config: ConfigDict) -> None:
 
 
 def own_settings(config: ConfigDict) -> dict[str, Setting]:
-    """The parameters that a config file has added, by name: at the top, or in a section of its own."""
+    """The parameters that a config file has added, by name: at the top, or in a section of its own.
+
+    Raises ConfigError for a value that no flag could have: anything but texts, numbers, true or false, and lists of
+    them.
+    """
     known, own = {*SECTIONS, *(name.partition(".")[0] for name in BY_NAME)}, {}
     for name, value in _settings(config).items():
         if name.partition(".")[0] in known or name in (*RENAMED, *LOSS_OPTIONS):

@@ -251,7 +251,10 @@ def as_messages(completion: Any) -> Any:
 
 
 def ended(tokenizer: Any, ids: Ids, text: str) -> Ids:
-    """The ids with an end-of-sequence token at the end, unless the text has its own (white space after it aside)."""
+    """The ids with an end-of-sequence token at the end, unless the text has its own (white space after it aside).
+
+    Raises ConfigError for a tokenizer without an end-of-sequence token.
+    """
     end = tokenizer.eos_token_id
     if end is None:
         raise ConfigError("the tokenizer has no end-of-sequence token, so a completion cannot end; set its eos_token")

@@ -26,7 +26,10 @@ TIME = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d+)?$"  # what Arrow writes of a tim
 
 
 def read_files(files: list[str], split: str, streaming: bool, ds_type: str | None) -> Any:
-    """The rows of files of one type, `ds_type` or what their names say: of their one split, or a part of it."""
+    """The rows of files of one type, `ds_type` or what their names say: of their one split, or a part of it.
+
+    Raises ConfigError for files of no known type, of several types, or that are no UTF-8; SplitError for another split.
+    """
     reader, shown = ds_type or reader_of(files[0]), ", ".join(files)
     if ds_type is not None and ds_type not in READERS.values():
         raise ConfigError(f"ds_type of {shown!r} is {ds_type!r}; it is {', '.join(dict.fromkeys(READERS.values()))}")
@@ -263,7 +266,10 @@ def _json_rows(files: Sequence[str], features: Mapping[str, Any], keys: Any) -> 
 
 
 def read_folder(folder: str, split: str, name: str | None, streaming: bool) -> Any:
-    """The rows of a split of a folder, here or at a URL that fsspec understands."""
+    """The rows of a split of a folder, here or at a URL that fsspec understands.
+
+    Raises ConfigError for a folder without any file that can be read, and for a file that is no UTF-8.
+    """
     import datasets
     from datasets.data_files import DataFilesDict, get_data_patterns
 

@@ -169,7 +169,10 @@ def without_first(mask: Ids) -> Ids:
 
 
 def prompt_row(example: Mapping[str, Any], tokenizer: Any, options: Mapping[str, Any]) -> Row:
-    """An example with the ids of its prompt, `prompt_ids`; `options` here and below are those of `template_options`."""
+    """An example with the ids of its prompt, `prompt_ids`; `options` here and below are those of `template_options`.
+
+    Raises ConfigError for a prompt without tokens.
+    """
     _check_columns(example, ("prompt",), "data.prompt_key")
     ids = render_prompt(tokenizer, example["prompt"], **options)
     if not ids:
@@ -247,7 +250,10 @@ def token_row(example: Mapping[str, Any], tokenizer: Any, loss_on: str) -> Row:
 
 
 def answers_row(example: Mapping[str, Any], tokenizer: Any, options: Mapping[str, Any], kind: str) -> Row:
-    """The ids and masks of the answers of a preference row, each behind its prompt, and its margin if it has one."""
+    """The ids and masks of the answers of a preference row, each behind its prompt, and its margin if it has one.
+
+    Raises ConfigError for a margin that is no number.
+    """
     _check_columns(example, ANSWERS[kind], "data.format")
     prompt, completions = prompt_and_answers(example, kind)
     row: Row = {}
@@ -268,7 +274,10 @@ def answers_row(example: Mapping[str, Any], tokenizer: Any, options: Mapping[str
 
 
 def labelled_row(example: Mapping[str, Any], tokenizer: Any, options: Mapping[str, Any]) -> Row:
-    """`ids` and `mask` of a prompt with its completion, and `label`, whether this is desirable."""
+    """`ids` and `mask` of a prompt with its completion, and `label`, whether this is desirable.
+
+    Raises ConfigError for a label that is neither true nor false.
+    """
     _check_columns(example, ("prompt", "completion", "label"), "data.format")
     label = example["label"]
     if isinstance(label, str):
@@ -283,7 +292,10 @@ def steps_row(
     example: Mapping[str, Any], tokenizer: Any, options: Mapping[str, Any], separator: str, last_alone: bool
 ) -> Row:
     """`ids` of a prompt and the steps behind it, `mask` at the ends of all steps, or of the last alone, and
-    `step_labels` there, 0 elsewhere."""
+    `step_labels` there, 0 elsewhere.
+
+    Raises ConfigError for steps that are no text, and for labels that are no numbers from 0 to 1 or not as many.
+    """
     _check_columns(example, ("prompt", "completions", "labels"), "data.format")
     steps, labels = example["completions"], example["labels"]
     if not isinstance(steps, list) or not isinstance(labels, list) or len(steps) != len(labels):

@@ -63,7 +63,11 @@ def described_cluster() -> str | None:
 
 
 def join_cluster(cluster: str, seconds: int, limits: dict[str, Any]) -> bool:
-    """Joins as the cluster describes, and returns False when that is a run of one process."""
+    """Joins as the cluster describes, and returns False when that is a run of one process.
+
+    Raises ConfigError where JAX cannot tell the processes of the cluster; where they do not meet within `seconds`, the
+    process ends.
+    """
 
     def exit_late() -> None:
         print(

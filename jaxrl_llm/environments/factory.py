@@ -128,7 +128,10 @@ class Environments:
         self._close([episode.environment for episode in episodes if episode.failed], CLOSE_SECONDS)
 
     def name(self, row: Row) -> str | None:
-        """The name of a row's environment among several; None where there is one."""
+        """The name of a row's environment among several; None where there is one.
+
+        Raises EpisodeError for a name that is none of them.
+        """
         if not self.routed:
             return None
         name = row.get(COLUMN)

@@ -17,7 +17,10 @@ class SortThenSmallest:
         self.answer, self.turn = "", 0
 
     def reset(self, row: dict[str, Any]) -> None:
-        """Start a game; the row's own prompt is the first question."""
+        """Start a game; the row's own prompt is the first question.
+
+        Raises EpisodeError for a prompt that asks for another game.
+        """
         prompt = row["prompt"]
         if not (isinstance(prompt, str) and prompt.startswith("sort:") and prompt.endswith("=")):
             raise EpisodeError(
@@ -45,7 +48,10 @@ class SmallestOfEach:
         self.questions, self.turn = [], 0
 
     def reset(self, row: dict[str, Any]) -> None:
-        """Start a game; the row's own prompt is the first question."""
+        """Start a game; the row's own prompt is the first question.
+
+        Raises EpisodeError for a row without its questions.
+        """
         questions = row.get("questions")
         if not questions or row["prompt"] != questions[0]:
             raise EpisodeError(

@@ -273,7 +273,10 @@ def check_temperature(requests: Requests, temperature: float) -> None:
 
 
 def push(requests: Requests, trainer: Any) -> int | None:
-    """Give the server the policy's weights; returns their version, None where the server names none."""
+    """Give the server the policy's weights; returns their version, None where the server names none.
+
+    Raises GoneError for weights that are no longer there, and EpisodeError for ones that the server does not take.
+    """
     spec = requests.spec
 
     def take(path: str) -> dict[str, Any]:

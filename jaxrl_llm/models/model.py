@@ -240,7 +240,8 @@ def base_and_adapter(
 ) -> tuple[Any, Any, str | None]:
     """The path of the model itself, the folder of its adapter, None without one, and the revision of a hub id.
 
-    An adapter in the place of the model names all of it; a `revision` that is given goes before its own.
+    An adapter in the place of the model names all of it; a `revision` that is given goes before its own. Raises
+    ConfigError for such an adapter that names no base model.
     """
     if adapter is not None or not peft.is_adapter(path):
         return path, adapter, revision

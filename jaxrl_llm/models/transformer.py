@@ -192,7 +192,10 @@ class Transformer(nnx.Module):
         return hidden if self.config.logit_divisor == 1.0 else hidden / self.config.logit_divisor
 
     def scores(self, hidden):
-        """One number per token `[...]` in fp32, from the score head; from a step head two `[...,2]`."""
+        """One number per token `[...]` in fp32, from the score head; from a step head two `[...,2]`.
+
+        Raises ConfigError for a model with another head.
+        """
         if self.score is None:
             raise ConfigError('this model has no score head: load it with head="score".')
         scores = self.score(hidden.astype(jnp.float32))

@@ -250,7 +250,10 @@ class Rewards:
         state: TrainerState = NO_STEP,
         prompt_numbers: Sequence[int] | None = None,
     ) -> "Pending":
-        """A batch whose completions are given one by one, then `start()`; otherwise like `submit`."""
+        """A batch whose completions are given one by one, then `start()`; otherwise like `submit`.
+
+        Raises RewardError for data with a column whose name rewards use themselves.
+        """
         rows = len(prompts)
         inputs = {"prompts": list(prompts), "completions": [None] * rows, "completion_ids": [None] * rows}
         for name in columns:

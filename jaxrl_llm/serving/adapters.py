@@ -26,7 +26,10 @@ async def _named(server: Server, request: Request, *others: str) -> tuple[str, d
 
 async def load(server: Server, request: Request) -> Response:
     """Reads the adapter of a PEFT folder; with `load_inplace` it takes the place of one by its name, whose rows under
-    way end with the weights that they began with."""
+    way end with the weights that they began with.
+
+    Raises BadRequestError, which names the field.
+    """
     name, body = await _named(server, request, "lora_path", "load_inplace")
     replaces = body.get("load_inplace") or False
     if not isinstance(replaces, bool):
@@ -43,7 +46,10 @@ async def load(server: Server, request: Request) -> Response:
 
 
 async def unload(server: Server, request: Request) -> Response:
-    """Forgets an adapter, unless rows of it wait or are under way, which is answered with status 409."""
+    """Forgets an adapter, unless rows of it wait or are under way, which is answered with status 409.
+
+    Raises BadRequestError; 404 for a name that is no adapter's.
+    """
     name, _ = await _named(server, request)
     async with server.loading:
         if name not in server.names:

@@ -21,7 +21,10 @@ def text_prompts(
     most: int,
     longest: int,
 ) -> tuple[list[str | None], list[list[int]]]:
-    """The prompts of a text completion, a text or token ids or a list of up to `most` such: texts, None of ids; ids."""
+    """The prompts of a text completion, a text or token ids or a list of up to `most` such: texts, None of ids; ids.
+
+    Raises BadRequestError for prompts of another form, for too many, and for ids beyond the vocabulary.
+    """
     prompt = body.get("prompt")
     prompts = [prompt] if isinstance(prompt, str) or (prompt and is_list(prompt, int)) else prompt
     if not isinstance(prompts, list) or not prompts:
@@ -49,7 +52,10 @@ def text_prompts(
 def chat_prompt(
     body: Mapping[str, Any], tokenizer: Any, render: Callable[..., list[int]], reader: ImageReader | None, longest: int
 ) -> tuple[list[int], Tiles | None]:
-    """The token ids of the messages in the model's chat template, and the tiles of the images that `reader` reads."""
+    """The token ids of the messages in the model's chat template, and the tiles of the images that `reader` reads.
+
+    Raises BadRequestError for messages or template variables of another form, and for what the template refuses.
+    """
     messages = body.get("messages")
     if not isinstance(messages, list) or not is_conversational(messages):
         raise BadRequestError(

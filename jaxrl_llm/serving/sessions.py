@@ -179,7 +179,8 @@ class Session:
     def set_reward(self, body: Mapping[str, Any]) -> None:
         """Take `{"reward": 1.0}`, of named rewards `{"reward": {"right": 1.0}}`, or of a turn, with `"turn": 0`.
 
-        `"state"` beside a turn tells the state that it answered, in place of the messages before it.
+        `"state"` beside a turn tells the state that it answered, in place of the messages before it. Raises
+        BadRequestError, which names the field; 403 once the session is over.
         """
         reward, turn = body.get("reward"), body.get("turn")
         if self.over is not None:

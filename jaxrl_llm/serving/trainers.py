@@ -134,7 +134,8 @@ async def update_weights(server: Server, request: Request) -> Response:
     """Replaces the weights by those of a folder, from the next chunk of steps on; answers when they are in place.
 
     Rows under way go on, with the caches of the earlier weights. A patch of other weights than those that are held is
-    answered with status 409, and then all weights have to come.
+    answered with status 409, and then all weights have to come. Raises BadRequestError for other fields, and where the
+    server takes no weights.
     """
     body = await server.body(request)
     path = body.get("model_path")

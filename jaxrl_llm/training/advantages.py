@@ -452,7 +452,10 @@ def check_options(setting: str, written: str, call: Callable[..., Any], *shapes:
 
 
 def advantage_rule(name: str) -> tuple[Callable[..., jax.Array], dict[str, Any]]:
-    """The advantage function and the options of a name: `group(eps=1e-6)` is `advantages.group_advantages`."""
+    """The advantage function and the options of a name: `group(eps=1e-6)` is `advantages.group_advantages`.
+
+    Raises ConfigError for an unknown name or option; for one of verl's it names ours.
+    """
     rules: Mapping[str, Any] = {
         known.removesuffix("_advantages"): function
         for known, function in {**vars(advantage_rules), **vars(turn_rules)}.items()

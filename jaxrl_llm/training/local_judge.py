@@ -76,7 +76,10 @@ class LocalJudge:
 
 
 def with_local_model(grader: Any, loaded: Loaded) -> Any:
-    """The grader, or where it is a judge with a path, the `LocalJudge` that loads its model."""
+    """The grader, or where it is a judge with a path, the `LocalJudge` that loads its model.
+
+    Raises ConfigError for a judge with a path that is part of another grader.
+    """
     if isinstance(grader, JudgeSpec) and grader.path is not None:
         return LocalJudge(grader, loaded)
     for part in _parts(grader):

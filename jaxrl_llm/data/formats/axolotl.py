@@ -119,7 +119,8 @@ def labelled_chat(name: str, template: Template) -> Callable[[Mapping[str, Any]]
 def nectar(row: Mapping[str, Any], inverted: bool = False) -> Row:
     """`prompt` and ranked `answers`: rank 1, the best, is chosen and the next one rejected.
 
-    `inverted` is axolotl's published reading: the worst answer is chosen and the one before it rejected.
+    `inverted` is axolotl's published reading: the worst answer is chosen and the one before it rejected. Raises
+    ConfigError for answers without a rank, and for fewer than two.
     """
     name = "zephyr.nectar"
     prompt = ZEPHYR.prompt(text_column(row, ("prompt",), name))
@@ -199,7 +200,8 @@ def chat_default(
     """A conversation (or a text: one user message) and two answers: texts, messages, or the last of several.
 
     `message_property_mappings` maps role, content and others to the names they have in the messages; `roles` lists, for
-    each role of the chat template, its names there. Both completions end without trailing white space.
+    each role of the chat template, its names there. Both completions end without trailing white space. Raises
+    ConfigError where there are no messages.
     """
     name = "chat_template.default"
     message = _reader(name, message_property_mappings, roles or ROLES)
@@ -268,7 +270,8 @@ def _reader(
 def argilla(row: Mapping[str, Any], tokenizer: Any = None) -> Row:
     """Two conversations of turn and answer, with `system` before them where the row has it (ORPO).
 
-    A `prompt` column takes the place of the user's message when there is only one.
+    A `prompt` column takes the place of the user's message when there is only one. Raises ConfigError for a
+    conversation that does not end with an answer.
     """
     name = "chat_template.argilla"
     chosen, rejected = _conversations(row, name)

@@ -72,7 +72,10 @@ def completion(row: Mapping[str, Any], field: str = "text") -> Row:
 
 
 def input_output(row: Mapping[str, Any], tokenizer: Any = None) -> Row:
-    """`segments` of a text, each tokenised by itself, of which those with `label` are learned; no token is added."""
+    """`segments` of a text, each tokenised by itself, of which those with `label` are learned; no token is added.
+
+    Raises ConfigError for segments of another form.
+    """
     name = "input_output"
     _, segments = first_column(row, ("segments",), name)
     ids, labels = list[int](), list[int]()

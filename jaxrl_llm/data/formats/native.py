@@ -115,7 +115,7 @@ def sharegpt(row: Mapping[str, Any], field: str = "conversations") -> Row:
     """ShareGPT's `conversations`, lists of {from, value}, as messages, behind the text in the column `system`.
 
     human is the user and gpt the assistant; the value of a function_call is JSON of name and arguments, or a list of
-    these, and that of an observation the result.
+    these, and that of an observation the result. Raises ConfigError for turns of another form.
     """
     _, turns = first_column(row, (field,), "sharegpt")
     messages = []
@@ -155,7 +155,10 @@ def _calls_of(value: Any, field: str) -> list[Row]:
 
 def openai_preference(row: Mapping[str, Any]) -> Row:
     """OpenAI's row of preference fine-tuning: `input` (messages, and perhaps tools) and the messages of two answers,
-    `preferred_output` and `non_preferred_output`."""
+    `preferred_output` and `non_preferred_output`.
+
+    Raises ConfigError for an input without messages.
+    """
     _, asked = first_column(row, ("input",), "openai_preference")
     if not isinstance(asked, Mapping):
         raise ConfigError(
@@ -170,7 +173,8 @@ def openai_preference(row: Mapping[str, Any]) -> Row:
 def stepwise(row: Mapping[str, Any], separator: str = "\n", data_kind: str | None = None) -> Mapping[str, Any]:
     """TRL's stepwise rows: as they are for a process reward model, else the steps joined, desirable when all are right.
 
-    A step is one of `completions`, with its label in `labels`.
+    A step is one of `completions`, with its label in `labels`. Raises ConfigError for steps that are no text, or not as
+    many labels.
     """
     if data_kind == "steps":
         return row

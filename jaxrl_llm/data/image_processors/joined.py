@@ -19,9 +19,12 @@ def llava_next(
     folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any], onevision: bool = False
 ) -> ImageProcessor:
     """LLaVA-1.6's and LLaVA-OneVision's (arXiv 2408.03326): a square tile of the whole image, then the tiles of the
-    size of `image_grid_pinpoints` that keeps most of its pixels. A token ends each row of the tokens of these, which
-    in LLaVA-OneVision are as many as those of 9 tiles (`anyres_max_9`) at most; there the images of a row with several
-    are one tile each, padded to squares."""
+    size of `image_grid_pinpoints` that keeps most of its pixels. A token ends each row of the tokens of these, which in
+    LLaVA-OneVision are as many as those of 9 tiles (`anyres_max_9`) at most; there the images of a row with several are
+    one tile each, padded to squares.
+
+    Raises ConfigError for an image too narrow to have patches.
+    """
     from transformers.image_processing_utils import select_best_resolution
     from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
     from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil

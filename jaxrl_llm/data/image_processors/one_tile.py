@@ -34,7 +34,10 @@ def gemma3(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mappi
 
 def llava(folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any]) -> ImageProcessor:
     """LLaVA-1.5's (arXiv 2310.03744): an image is one square tile, of CLIP's or SigLIP's processor or LLaVA's own; that
-    of a LLaVA with Pixtral's encoder is Pixtral's."""
+    of a LLaVA with Pixtral's encoder is Pixtral's.
+
+    Raises ConfigError for another image processor.
+    """
     if is_pixtral(config):
         return mistral3(folder, config | {"spatial_merge_size": 1}, tokenizer, settings)
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil

@@ -110,8 +110,11 @@ def mistral3(
     folder: Path, config: dict[str, Any], tokenizer: Any, settings: Mapping[str, Any], ends: bool = True
 ) -> ImageProcessor:
     """Pixtral's (arXiv 2410.07073), which Mistral Small 3.1 has too: an image keeps its shape, scaled to a longest edge
-    if its own is longer, and to multiples of a token's side; a token ends each row of its tokens, in LightOnOCR
-    (not `ends`) none."""
+    if its own is longer, and to multiples of a token's side; a token ends each row of its tokens, in LightOnOCR (not
+    `ends`) none.
+
+    Raises ConfigError for an image too narrow to have patches.
+    """
     from transformers.image_utils import ChannelDimension
     from transformers.models.pixtral.image_processing_pil_pixtral import (
         PixtralImageProcessorPil,

@@ -87,7 +87,10 @@ class Shapes(NamedTuple):
 
 
 def describe_net(config, dtype: str, on_cpu: bool, head: str | None = None) -> Net:
-    """The net of the configuration, from config.json (and adapter_config.json) alone."""
+    """The net of the configuration, from config.json (and adapter_config.json) alone.
+
+    Raises ConfigError for a folder without config.json.
+    """
     c, entries = config.model, model_entries(config)
     register(c.register)
     options = net_options(config, head, on_cpu)

@@ -23,7 +23,7 @@ def chunks_of(runs: Sequence[ReportedRun], rows: int, characters: int) -> Iterat
 
     `run` is a run's number, columns of texts hold indices into `texts`, those of numbers have six digits. At most
     `rows` completions in all (a step whole or not at all), and `characters` of each text. Those of evaluations, known
-    by their column evaluation, are a quarter of them at most.
+    by their column evaluation, are a quarter of them at most. Raises ConfigError for a file that cannot be read.
     """
     piece = _Piece(characters)
     share = rows // len(runs)

@@ -111,7 +111,10 @@ def rank_about(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def page(request: Request, name: str, rows: list[Any]) -> dict[str, Any]:
-    """The `limit` rows of a list from `offset` on, both of the query, with a cursor that says how many there are."""
+    """The `limit` rows of a list from `offset` on, both of the query, with a cursor that says how many there are.
+
+    Raises BadRequestError for an offset or a limit that is no number.
+    """
     try:
         offset, limit = (
             int(request.query_params.get(key, default)) for key, default in (("offset", 0), ("limit", 100))

@@ -45,7 +45,10 @@ class MicroBatch:
 
 
 def lora_config(rank: int, train_attn: bool = True, train_mlp: bool = True) -> lora.LoraConfig:
-    """The adapters that a client asks for."""
+    """The adapters that a client asks for.
+
+    Raises BadRequestError for a rank below 1, or for neither attention nor feed-forwards.
+    """
     targets = [name for name in lora.TARGETS if (train_mlp if name in MLP else train_attn)]
     if not targets or rank < 1:
         raise BadRequestError("lora_config takes a rank from 1 on, and train_attn or train_mlp")
@@ -151,7 +154,10 @@ class Gradients:
         self.outputs: list[dict[str, np.ndarray]] = [{} for _ in request.data]
 
     def compute(self, micro: MicroBatch) -> None:
-        """Computes a micro-batch."""
+        """Computes a micro-batch.
+
+        Raises ArithmeticError for log-probs or losses that are not finite.
+        """
         run, work = self.run, (self.run.model.net, self.request.loss_fn)
         if self.request.forward_only:
             loss, logps = _losses(*work, run.model.params, run.weights, micro.arrays, self.options)

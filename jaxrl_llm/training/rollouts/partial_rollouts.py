@@ -187,7 +187,10 @@ class PartialRollouts:
         return {"partial": {"bytes": np.frombuffer(file.getvalue(), np.uint8)}}
 
     def restore(self, arrays: dict[str, Any]) -> None:
-        """Take up the groups that `arrays` hold, of the data of the pipeline."""
+        """Take up the groups that `arrays` hold, of the data of the pipeline.
+
+        Raises ConfigError where they are of other numbers of completions and tokens than the settings.
+        """
         self._groups = []
         if "partial" not in arrays:
             return

@@ -84,7 +84,10 @@ class EarlyStopping:
         self.on_evaluate = self.look if evaluated else None
 
     def look(self, moment: Moment) -> str | None:
-        """Returns "stop" once the metric has not improved for `patience` values in a row."""
+        """Returns "stop" once the metric has not improved for `patience` values in a row.
+
+        Raises ConfigError for a metric that is not logged.
+        """
         if self.metric not in moment.metrics:
             if self.best is not None or self.waited:
                 return None  # some metrics are of some steps alone

@@ -79,7 +79,8 @@ def eval_data(config, tokenizer: Any, rows: Any = None) -> list[tuple[NamedSet, 
 def open_eval(config, tokenizer: Any, named: NamedSet, trained_on: Iterable[bytes]) -> list[DataSource]:
     """All rows of a set, by source, or none where `opening.open_sources` finds nothing to evaluate on.
 
-    `trained_on` are the digests of rows that data.deduplicate leaves out.
+    `trained_on` are the digests of rows that data.deduplicate leaves out. Raises ConfigError for a set that cannot be
+    opened.
     """
     spec = specs.data_spec(config)
     try:
@@ -110,7 +111,10 @@ def build_evaluate(
     held_out: list[tuple[NamedSet, list[DataSource]]],
     compute: Compute | None = None,
 ) -> Evaluations:
-    """The evaluation during training: each set by the loss on its rows, by samples for its prompts, or both."""
+    """The evaluation during training: each set by the loss on its rows, by samples for its prompts, or both.
+
+    Raises ConfigError for compute_metrics where completions are not sampled.
+    """
     config, mesh, model = setup.config, setup.mesh, setup.model
     by_loss: list[tuple[str, list[DataSource]]] = []
     by_samples: list[tuple[NamedSet, list[DataSource]]] = []

@@ -145,9 +145,12 @@ def check_quantized(net: Net, params: Params) -> None:
 
 
 def build_critic(config, policy: Model, mesh: Mesh, given: Model | None = None) -> Model:
-    """PPO's critic: the model of critic.path (or model.path, or the one in memory that is `given`) with a score
-    head, and new adapters of `critic.lora_rank` or where the policy has adapters; or, with critic.shared, a score head
-    on the policy's own network."""
+    """PPO's critic: the model of critic.path (or model.path, or the one in memory that is `given`) with a score head,
+    and new adapters of `critic.lora_rank` or where the policy has adapters; or, with critic.shared, a score head on the
+    policy's own network.
+
+    Raises ConfigError for quantised matrices without adapters, and for another vocabulary than the policy's.
+    """
     if config.critic.shared:
         return shared_critic(policy, jax.random.fold_in(jax.random.key(config.seed), VALUE_HEAD), mesh)
     own = critic_config(config)

@@ -170,7 +170,10 @@ def learns_from_teacher_alone(config) -> bool:
 
 
 def policy_loss(config) -> PolicyLoss:
-    """The policy loss that `algorithm.loss` names; auto is ppo_clip."""
+    """The policy loss that `algorithm.loss` names; auto is ppo_clip.
+
+    Raises ConfigError for an unknown name or option, and for settings that the loss does not go with.
+    """
     name = split_options(_written(config, "ppo_clip"))[0]
     if name in ("grpo", "dapo", "dr_grpo", "bnpo", "vanilla"):
         raise ConfigError(
@@ -214,7 +217,10 @@ def policy_loss(config) -> PolicyLoss:
 
 
 def sft_spec(config) -> SFTSpec:
-    """The objective of supervised fine-tuning; the loss that `algorithm.loss` names, auto is nll."""
+    """The objective of supervised fine-tuning; the loss that `algorithm.loss` names, auto is nll.
+
+    Raises ConfigError for label smoothing of another loss than nll.
+    """
     algorithm = config.algorithm
     function, options = _resolve(config, "nll", sft_losses, ("logps", "entropy"))
     if algorithm.label_smoothing and function is not sft_losses.nll:
@@ -240,7 +246,11 @@ def kl_estimator(config) -> str:
 
 
 def preference_spec(config) -> PreferenceSpec:
-    """The losses that `algorithm.loss` names, joined by +, with their weights and options; auto is dpo."""
+    """The losses that `algorithm.loss` names, joined by +, with their weights and options; auto is dpo.
+
+    Raises ConfigError for a loss beside others that reads other rows, and for one of rows that the algorithm does not
+    have.
+    """
     algorithm = config.algorithm
     written = split_losses(_written(config, "dpo"))
     weights = algorithm.loss_weights or (1.0,) * len(written)

@@ -104,7 +104,8 @@ def resume(config, given: Given, run: Run, checkpoints: Checkpoints, hooks: Call
     """The beginning that `checkpoint.resume` and `checkpoint.load` say; the source, the average and the callbacks of
     `run` are restored with it.
 
-    Checkpoints of the run that come after it, or belong to another run, are deleted.
+    Checkpoints of the run that come after it, or belong to another run, are deleted. Raises ConfigError for a
+    checkpoint of a run that sampled its rows where this one is given them, or the other way round.
     """
     source, step, problems, load = checkpoints, None, [], config.checkpoint.load
     no_counts = {"num_tokens": 0, "skipped": 0}

@@ -175,7 +175,10 @@ def build(config, mesh: Mesh, given: Given = NO_OBJECTS) -> Run:
 
 
 def assembled(setup: Setup, critic: Model | None, data: RunData, given: Given) -> Run:
-    """The run of what `build` has read and opened: its batches, updates and evaluation."""
+    """The run of what `build` has read and opened: its batches, updates and evaluation.
+
+    Raises ConfigError for compute_metrics without an evaluation.
+    """
     config, mesh, model, rewards, environments, stopwatch = setup
     average = None
     if (settings := specs.average_spec(config)) is not None:

@@ -414,7 +414,8 @@ def offline_source(
 ) -> OfflineSource:
     """The batches of an offline algorithm, whose reference may follow the policy's `average`.
 
-    `batch_of` gives the rows of a step, and of passes, by their width.
+    `batch_of` gives the rows of a step, and of passes, by their width. Raises ConfigError for settings of a reference
+    that the loss does not read.
     """
     config, mesh, model = setup.config, setup.mesh, setup.model
     c, kind = config.data, specs.data_kind(config)

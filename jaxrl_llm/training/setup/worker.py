@@ -68,7 +68,8 @@ def build_worker(
 ) -> RolloutWorker:
     """A rollout worker wide enough for the prompts of `examples` or, where they are not known before, for any.
 
-    It samples up to `at_once` prompts in one rollout, or as many as a training step.
+    It samples up to `at_once` prompts in one rollout, or as many as a training step. Raises ConfigError for
+    environments or rollout functions where several processes hold the same rows.
     """
     config, mesh, model, rewards, environments, stopwatch = setup
     c, limit = config.rollout, config.rollout.max_prompt_length
@@ -232,7 +233,10 @@ def check_correction(config, engine: Engine) -> None:
 
 
 def eos_ids(model: Model) -> tuple[int, ...]:
-    """The tokens that end a completion: generation_config.json's, and the tokenizer's."""
+    """The tokens that end a completion: generation_config.json's, and the tokenizer's.
+
+    Raises ConfigError for a model that names none.
+    """
     named = (model.generation or {}).get("eos_token_id", ())
     ids = {model.tokenizer.eos_token_id, *(named if isinstance(named, list | tuple) else [named])} - {None}
     if not ids:
