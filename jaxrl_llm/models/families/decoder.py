@@ -340,8 +340,8 @@ def from_own_names(
 
 
 def class_of(hf: dict[str, Any] | None, family: str, other: str) -> str:
-    """What the architectures of a config.json begin with: the name of the `family`, or that of the `other` one, whose
-    classes transformers has for it."""
+    """The word that the architectures of a config.json begin with: the name of the `family`, or that of the `other`
+    one, whose classes transformers has for it."""
     named = ((hf or {}).get("architectures") or [family])[0]
     return other if named.startswith(other) else family
 

@@ -81,7 +81,8 @@ def first_layers(hf: dict[str, Any], entry: str) -> tuple[int, ...]:
 
 
 def dense_before_sparse(hf: dict[str, Any], first: int) -> int:
-    """How many layers are dense before those with experts: as `mlp_layer_types` says or, without it, the `first` ones.
+    """The number of layers that are dense before those with experts: as `mlp_layer_types` says or, without it, the
+    `first` ones.
 
     Raises ConfigError for other orders of them.
     """

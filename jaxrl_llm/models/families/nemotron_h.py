@@ -109,7 +109,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
 
 
 def _kinds(hf: dict[str, Any]) -> list[str]:
-    """What each layer is: by `layers_block_type` or, without it, the letters of `hybrid_override_pattern`."""
+    """The kind of each layer: by `layers_block_type` or, without it, the letters of `hybrid_override_pattern`."""
     if (kinds := hf.get("layers_block_type")) is not None:
         if not kinds or (unknown := sorted({*kinds} - {*MIXERS})):
             refuse("layers_block_type", unknown if kinds else kinds, ", ".join(MIXERS))

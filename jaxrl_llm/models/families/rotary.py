@@ -196,7 +196,7 @@ def _fraction(value, partial: bool) -> float:
 
 
 def kind_of(parameters: dict[str, Any]) -> str:
-    """How one set of parameters scales positions, `default` for not at all."""
+    """The `rope_type` by which one set of parameters scales positions, `default` for not at all."""
     return parameters.get("rope_type", parameters.get("type", "default"))
 
 
