@@ -60,10 +60,19 @@ print(len(train_rows), "rows, for example", train_rows[0])
 # %% [markdown]
 # ## Train adapters
 #
-# `lora.rank` is all it takes: the model itself stays as it is, and the optimizer knows the adapters alone.
-# `config.model.quantize = "nf4"` would keep the frozen part in four bits.
+# `lora.rank` is all it takes: the model itself stays as it is, and the optimizer has the adapters alone.
+# `config.model.quantize = "nf4"` would keep the frozen part in four bits
+# ([adapters](https://jaxrl-llm.github.io/jaxrl_llm/adapters.html)). A callback shows some steps.
+
 
 # %%
+class Progress:
+    def on_step(self, moment):
+        if moment.step == 1 or moment.step % max(1, STEPS // 8) == 0:
+            row = moment.metrics
+            print(f"step {moment.step:3d}  loss {row['loss']:.3f}  right tokens {row['mean_token_accuracy']:.2f}")
+
+
 config = jaxrl_llm.default_config()
 config.model.path, config.output_dir, config.total_steps = MODEL, "runs/notebook_sft", STEPS
 config.checkpoint.resume = "never"  # this cell starts anew whenever it is run
@@ -75,11 +84,8 @@ config.optimizer.learning_rate, config.optimizer.schedule = (2e-3 if SMALL else 
 config.optimizer.warmup_steps = min(5, STEPS)
 config.eval.every, config.eval.prompts = 0, 256
 config.logging.backends = ("jsonl",)
-result = jaxrl_llm.train(config, train_dataset=train_rows, eval_dataset=test_rows)
+result = jaxrl_llm.train(config, train_dataset=train_rows, eval_dataset=test_rows, callbacks=[Progress()])
 
-# %%
-for line in result.metrics[1 :: max(1, STEPS // 8)]:
-    print(f"step {line['step']:3d}  loss {line['loss']:.3f}  right tokens {line['mean_token_accuracy']:.2f}")
 before, after = result.metrics[0], result.metrics[-1]
 print(f"held-out loss {before['eval/loss']:.3f} -> {after['eval/loss']:.3f}")
 if SMALL and STEPS >= 80:
@@ -88,7 +94,8 @@ if SMALL and STEPS >= 80:
 # %% [markdown]
 # ## What the run left
 #
-# `hf` has the adapters merged and loads everywhere; `adapter` is a PEFT folder with the adapters alone.
+# `hf` has the adapters merged and loads everywhere; `adapter` is a PEFT folder with the adapters alone. Both have a
+# model card.
 
 # %%
 for file in sorted([*(result.output_dir / "hf").iterdir(), *(result.output_dir / "adapter").iterdir()]):
