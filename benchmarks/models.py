@@ -292,9 +292,9 @@ difference.
   of Granite, OLMoE, Gemma 3n and 4, Llama 4, ERNIE 4.5, LFM2 and 3, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo
   Hybrid, Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open, nanochat,
   VaultGemma, DBRX, Mamba, Bamba, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam, DeepSeek-V3.2,
-  Hunyuan 3, Mellum, Command A+, MiMo-V2, Laguna, Apertus 1.5, Mistral Large 4, Ling 3, Kolibri, MiniMax-M3 and the
-  mixtures of experts of Qwen3.5, GLM and Granite. Step heads of GPT-2, GPT-J, GPT-Neo, StarCoder 1, Pythia, Falcon,
-  BLOOM and MPT are refused: their classes have other names, or there are none.
+  Hunyuan 3, Mellum, Command A+, MiMo-V2, Laguna, Apertus 1.5, Mistral Large 4, Ling 3, LongCat-Flash, Kolibri,
+  MiniMax-M3 and the mixtures of experts of Qwen3.5, GLM and Granite. Step heads of GPT-2, GPT-J, GPT-Neo, StarCoder 1,
+  Pythia, Falcon, BLOOM and MPT are refused: their classes have other names, or there are none.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
@@ -318,13 +318,13 @@ difference.
   in training, prefill and decoding. Rows longer than a chunk need a mask, so `flash` is refused. Layers without rotary
   positions scale queries by their position in the document (`attn_temperature_tuning`); transformers counts padding on
   the left too.
-- Latent attention (DeepSeek-V2 and V3, Moonlight, Kimi-K2, Kimi Linear, Youtu-LLM, Sarvam 105B, Ling 3): the cache of a
-  token is its latent, `kv_lora_rank + qk_rope_head_dim` numbers per layer, and decoding reads nothing else. The
-  router's groups, scores and correction (`e_score_correction_bias`) are all computed; training keeps the correction as
-  it is, in fp32 whatever `model.param_dtype`, and in exports of 16 bits too. Layers for multi-token prediction are left
-  out. `glm4_moe` is GLM-4.5 to 4.7, which has these experts, as `dots1` has, and `glm4_moe_lite` GLM-4.7-Flash, which
-  has the attention too. Folders of the type `kimi_k2` are DeepSeek-V3's in form: they are read and exported as a
-  `deepseek_v3`.
+- Latent attention (DeepSeek-V2 and V3, Moonlight, Kimi-K2, Kimi Linear, Youtu-LLM, Sarvam 105B, Ling 3, LongCat-Flash):
+  the cache of a token is its latent, `kv_lora_rank + qk_rope_head_dim` numbers per layer, and decoding reads nothing
+  else. The router's groups, scores and correction (`e_score_correction_bias`) are all computed; training keeps the
+  correction as it is, in fp32 whatever `model.param_dtype`, and in exports of 16 bits too. Layers for multi-token
+  prediction are left out. `glm4_moe` is GLM-4.5 to 4.7, which has these experts, as `dots1` has, and `glm4_moe_lite`
+  GLM-4.7-Flash, which has the attention too. Folders of the type `kimi_k2` are DeepSeek-V3's in form: they are read and
+  exported as a `deepseek_v3`.
 - Sparse attention (DeepSeek-V3.2, GLM-5, Mistral Large 4): a token attends to the `index_topk` tokens that its indexer
   rates best, exactly so many, in training, prefill and decoding; all latents are computed with, and those of others
   masked. Rows of up to `index_topk` tokens are not rated. The choice has no gradient: training keeps the indexer as it
@@ -397,6 +397,10 @@ difference.
   chat template takes rows of text, and refuses messages unless `data.chat_template` names a template.
 - Gated short convolutions beside attention (LFM2, LFM2-MoE, LFM3), within a document. A row's cache is its latest
   tokens, whatever its length; an update's rows are not packed (`batch.packing`).
+- Experts beside a layer of two halves, each latent attention and a dense feed-forward (LongCat-Flash): they read what
+  the first half's feed-forward reads, and are added behind the second one. Some of them compute nothing, and give a
+  token as it is (`zero_expert_num`): they take part in the balance of experts, and have no matrices. The class of
+  transformers has unused ones, which it misses in files without them, such as exports: vLLM reads these.
 - Gates on the output of attention, for each number (Qwen3-Next, Trinity) or each head (LFM3, Laguna, Ling 3), by a
   sigmoid or a softplus (Laguna).
 - Layers without a window that have another number of heads (Laguna) or of key/value heads (MiMo-V2, Gemma 4) than those
@@ -427,11 +431,11 @@ difference.
   are sorted by expert and multiplied in groups; every expert computes every token on CPUs where a token uses more than
   a fourth of them, and on GPUs without Triton ([what it saves](performance.md#mixtures-of-experts)). Checkpoints are
   read with each expert's matrices apart or stacked, and written as on the hub: apart, of Gemma 4, Llama 4, Qwen3-VL and
-  gpt-oss stacked, and of DBRX as rows of one matrix, for which PEFT has no adapters. gpt-oss's are read from MXFP4 too,
-  as the numbers that they stand for, so that they can be trained, or [kept in it](adapters.md#quantised-experts) under
-  adapters, and written as floats. `model.router_aux_loss_coef` and `model.freeze_router` are in docs/configuration.md.
-  Phi-3.5-MoE's experts are weighted one after another (SparseMixer, arXiv 2409.12136) as it is evaluated; in training
-  transformers draws them at random, with another gradient.
+  gpt-oss stacked, and of DBRX as rows of one matrix. PEFT has no adapters of these, nor of LongCat-Flash's. gpt-oss's
+  are read from MXFP4 too, as the numbers that they stand for, so that they can be trained, or [kept in
+  it](adapters.md#quantised-experts) under adapters, and written as floats. `model.router_aux_loss_coef` and
+  `model.freeze_router` are in docs/configuration.md. Phi-3.5-MoE's experts are weighted one after another (SparseMixer,
+  arXiv 2409.12136) as it is evaluated; in training transformers draws them at random, with another gradient.
 
 Weights are safetensors. With `model.allow_pickle` a folder without them is read from `pytorch_model.bin`, by a reader
 that knows only tensors and runs no code. Code in a tokenizer's folder is run only with `model.trust_remote_code`, in
@@ -505,8 +509,8 @@ ones run in one scan. `tests/models/mixers/test_mixer.py` has a recurrent one, a
 
 Not supported: the vision part of Llama 4, sound and videos, checkpoints quantized otherwise, texts that are read in
 both directions (but PaliGemma's prompts), Falcon's ALiBi (Falcon-RW), a scale of attention for each layer
-(`scale_attn_by_inverse_layer_idx`), hyper-connections (DeepSeek-V4, Qwen4, Hunyuan 4), experts that skip a layer
-(LongCat-Flash), and gates clipped behind their activation (Step 3.5).
+(`scale_attn_by_inverse_layer_idx`), hyper-connections (DeepSeek-V4, Qwen4, Hunyuan 4), and gates clipped behind
+their activation (Step 3.5).
 """
 
 EXAMPLE = '''"""Helium (Kyutai): Llama's shape, with neighbouring dimensions of a head rotated together."""

@@ -1,6 +1,5 @@
 """A decoder layer: a mixer and a feed-forward, with norms before or behind them, and what stands beside."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -26,16 +25,15 @@ class Block(nnx.Module):
     Of a layer that is a mixer or a feed-forward alone the other part adds nothing, and has no norms.
     """
 
-    def __init__(self, config: ModelConfig, layer: LayerConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: LayerConfig, rngs: nnx.Rngs, path: str = ""):
+        """`path` is where its parameters are in those of the layer, when it is a part of one."""
         config = config.of(layer)
 
         def norm(*kinds: str, of: bool = True):
             return RMSNorm(config.width, config, rngs) if of and config.norms in kinds else None
 
         def part(name: str) -> ModelConfig:  # both may have a map of one name, whose adapters differ
-            if config.lora is None or not config.lora.groups:
-                return config
-            return dataclasses.replace(config, lora=config.lora.of_group(0, f"{name}/"))
+            return config.adapted_in(f"{path}{name}/")
 
         mixes = layer.mixer is not NoMixer
         self.residual_scale = config.residual_scale

@@ -8,8 +8,9 @@ With N_f and N_t the parameters that a token is multiplied with, frozen and trai
 
 which are the 6 N of full fine-tuning, and 4 N of what is frozen beside adapters; layers below the first one in which
 something is trained have no backward pass. N counts the k experts that a token goes to and the head, and no embedding,
-which is looked up. `mixing` is what mixers do besides: of attention, 2 H (d_k + d_v) for each token that a token sees,
-itself included, and so half of the T^2 pairs of a row.
+which is looked up. Of k experts of which some compute nothing it counts the share that experts which compute have in
+all. `mixing` is what mixers do besides: of attention, 2 H (d_k + d_v) for each token that a token sees, itself
+included, and so half of the T^2 pairs of a row.
 """
 
 import collections
@@ -73,7 +74,7 @@ def matmul_parameters(net: Net, below: int | None = None) -> tuple[float, float]
         for path, x in jax.tree_util.tree_leaves_with_path(params):
             name = path_name(path).removeprefix(f"{SAVED}/")
             if (name.rpartition("/")[2] in MATRICES or name == head) and not name.startswith("vision/"):
-                used = config.experts_per_token / config.experts if "/experts/" in name else 1.0
+                used = config.experts_per_token / config.routed_experts if "/experts/" in name else 1.0
                 layers = config.stacks.get(name.partition("/")[0], ())
                 if below is not None:
                     used *= sum(layer < below for layer in layers) / max(len(layers), 1)

@@ -97,6 +97,7 @@ class ModelConfig:
     query_rank: int = 0  # of latent attention, as the next one; 0: queries come from the hidden states themselves
     latent_size: int = 0
     latent_norm_eps: float | None = 1e-6  # of the norms of latents; None: that of all norms
+    latent_scales: tuple[float, float] = (1.0, 1.0)  # of queries, and of latents behind their norm
     latent_sources: tuple[int, ...] = ()  # of each layer, the one whose latents it reads; (): its own
     value_head_dim: int = 0  # of other attention too; 0: head_dim
     index_heads: int = 0  # of sparse attention, as the next three; see sparse_attention.Indexer
@@ -153,6 +154,7 @@ class ModelConfig:
     mamba_scales: tuple[float, ...] = ()  # of its gates, values, keys, queries and steps; (): 1
     parallel_scales: tuple[float, ...] = ()  # of what attention reads and gives, and Mamba-2; see AttentionAndMamba
     experts: int = 0  # 0: every layer is dense
+    zero_experts: int = 0  # behind these, experts that give a token's hidden states as they are
     experts_per_token: int = 0
     expert_ffn: int = 0
     expert_bias: bool = False  # of experts and router
@@ -173,6 +175,7 @@ class ModelConfig:
     swiglu_everywhere: bool = False  # those of dense feed-forwards and shared experts too
     normalize_top_k: bool = False
     top_k_epsilon: float = 0.0  # added to the sum that the chosen weights are divided by
+    shortcut_experts: bool = False  # layers have two halves, and experts beside both; see shortcut.ShortcutBlock
     experts_beside: bool = False  # layers have a dense feed-forward and experts; see moe.ExpertsBeside
     shared_expert_ffn: int = 0  # channels of an expert that every token uses; 0: none
     shared_expert_gate: bool = False  # its output is multiplied by one number per token
@@ -207,6 +210,11 @@ class ModelConfig:
     def router_in_fp32(self) -> bool:
         """True where routers compute with 32 bits whatever the rest does, as in transformers."""
         return self.router_fp32 or self.router_sigmoid or self.router_correction or self.router_group_best == 1
+
+    @property
+    def routed_experts(self) -> int:
+        """Those that a router chooses among."""
+        return self.experts + self.zero_experts
 
     @property
     def expert_qat(self) -> str:
@@ -302,6 +310,12 @@ class ModelConfig:
     def of(self, layer: LayerConfig) -> "ModelConfig":
         """This configuration with the fields that the layer has of its own, `LayerConfig.fields`."""
         return dataclasses.replace(self, **dict(layer.fields)) if layer.fields else self
+
+    def adapted_in(self, path: str) -> "ModelConfig":
+        """The configuration of a layer, as the part of it at that path has it: with that part's adapters."""
+        if self.lora is None or not self.lora.groups:
+            return self
+        return dataclasses.replace(self, lora=self.lora.of_group(0, path))
 
     @functools.cached_property
     def stacks(self) -> dict[str, tuple[int, ...]]:

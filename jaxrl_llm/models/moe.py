@@ -362,14 +362,15 @@ class MixtureOfExperts(nnx.Module):
     chosen ones with `normalize_top_k`. Every token may use one more, the shared expert (arXiv 2401.06066), times the
     sigmoid of its gate where that has one. With an `expert_width` a map makes the experts' inputs of that size, and
     another one takes their weighted sum back to the width; the router and the shared expert read the tokens themselves.
+    The last of them may be zero-computation experts (arXiv 2410.07348), which give the tokens themselves.
     """
 
     def __init__(self, config, rngs: nnx.Rngs):
         self.config = config
         stored = dataclasses.replace(config, param_dtype="float32") if config.router_fp32 else config
-        self.router = Linear(config.width, config.experts, stored, rngs, config.expert_bias)
+        self.router = Linear(config.width, config.routed_experts, stored, rngs, config.expert_bias)
         # Of 32 bits whatever the others have, as in transformers: rounded numbers would choose other experts.
-        zeros = jnp.zeros((config.experts,), jnp.float32)
+        zeros = jnp.zeros((config.routed_experts,), jnp.float32)
         self.correction = nnx.Param(zeros) if config.router_correction else None
         self.experts = Experts(config, rngs)
         self.shared = FeedForward(config, rngs, config.shared_expert_ffn) if config.shared_expert_ffn else None
@@ -409,6 +410,8 @@ class MixtureOfExperts(nnx.Module):
             out = self.experts(x, weights, chosen)
         else:
             out = self.widen(self.experts(self.narrow(x), weights, chosen))
+        if c.zero_experts:
+            out += x * jnp.where(chosen >= c.experts, weights, 0.0).sum(-1, keepdims=True).astype(x.dtype)
         if self.shared is not None:
             shared = self.shared(x)
             shared = shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * shared
@@ -419,8 +422,9 @@ class MixtureOfExperts(nnx.Module):
         if self.correction is not None:  # as transformers and DeepSeek-V3 (arXiv 2412.19437, eq. 18) count them
             preferred = jax.lax.top_k(jax.lax.stop_gradient(probabilities), c.experts_per_token)[1]
         live = counted[..., None].astype(jnp.float32)
-        used = (jax.nn.one_hot(preferred, c.experts, dtype=jnp.float32) * live[..., None]).reshape(-1, c.experts).sum(0)
-        return out, chosen, Routing(used, (probabilities * live).reshape(-1, c.experts).sum(0), live.sum())
+        count = c.routed_experts
+        used = (jax.nn.one_hot(preferred, count, dtype=jnp.float32) * live[..., None]).reshape(-1, count).sum(0)
+        return out, chosen, Routing(used, (probabilities * live).reshape(-1, count).sum(0), live.sum())
 
     def _inputs(self, x, weights, chosen):
         """The inputs of the experts, made of x, and the weights of the chosen ones."""

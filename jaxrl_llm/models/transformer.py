@@ -25,6 +25,7 @@ from jaxrl_llm.models.model_config import LayerRun, ModelConfig
 from jaxrl_llm.models.moe import Routing
 from jaxrl_llm.models.per_layer import PerLayerEmbed
 from jaxrl_llm.models.rope import long_row_frequencies
+from jaxrl_llm.models.shortcut import ShortcutBlock
 from jaxrl_llm.models.vision.tower import Vision, deepened, image_runs, with_images
 
 LAYER_INPUT = "layer_input"
@@ -81,12 +82,13 @@ class Transformer(nnx.Module):
         self.per_layer = PerLayerEmbed(config, rngs) if config.per_layer_width else None
         streams = Streams if config.altup_streams else HyperStreams if config.hyper_streams else None
         self.streams = None if streams is None else streams(config, rngs)
+        make = ShortcutBlock if config.shortcut_experts else Block
         if config.scan_layers:
             for name, layers in config.stacks.items():
-                block = functools.partial(Block, config, config.layer_configs[layers[0]])
+                block = functools.partial(make, config, config.layer_configs[layers[0]])
                 setattr(self, name, stacked(block, len(layers), rngs))
         else:
-            self.layers = nnx.List([Block(config, kind, rngs) for kind in config.layer_configs])
+            self.layers = nnx.List([make(config, kind, rngs) for kind in config.layer_configs])
         self.norm = RMSNorm(config.width, config, rngs) if config.final_norm else None
         self.project_out = Linear(config.width, small, config, rngs) if small else None
         self.head = (

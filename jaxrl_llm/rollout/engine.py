@@ -335,7 +335,7 @@ def _recorded(engine: Engine, experts) -> jax.Array | None:
     """Experts in the least bits that hold their numbers, None where the engine does not record them."""
     if not engine.record_experts or experts is None:
         return None
-    return experts.astype(jnp.int8 if engine.net.config.experts <= 127 else jnp.int16)
+    return experts.astype(jnp.int8 if engine.net.config.routed_experts <= 127 else jnp.int16)
 
 
 def first_tokens(

@@ -77,6 +77,7 @@ from transformers import (
     Lfm3Config,
     Llama4TextConfig,
     LlamaConfig,
+    LongcatFlashConfig,
     Mamba2Config,
     MambaConfig,
     MellumConfig,
@@ -122,6 +123,8 @@ from transformers import (
     VaultGemmaConfig,
     YoutuConfig,
 )
+from transformers.models.longcat_flash import modeling_longcat_flash
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.files.safetensors import Stored
@@ -132,6 +135,18 @@ from jaxrl_llm.training.update import add_gradients
 # Which transformers knows as a part of others alone.
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 AutoModelForCausalLM.register(MistralLarge4Config, MistralLarge4ForConditionalGeneration, exist_ok=True)
+
+
+class RoutedExperts(LongcatFlashExperts):
+    """The experts of LongCat-Flash without matrices of those that compute nothing, which transformers' have: it would
+    ask files for these."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.gate_up_proj = torch.nn.Parameter(self.gate_up_proj[: config.n_routed_experts])
+
+
+modeling_longcat_flash.LongcatFlashExperts = RoutedExperts
 VOCAB = 97
 WINDOW = 5  # shorter than the documents of the tests
 SHAPE: dict[str, Any] = {
@@ -248,6 +263,11 @@ MISTRAL_LARGE4: dict[str, Any] = {
 SMALL_PIXTRAL: dict[str, Any] = {
     "model_type": "pixtral", "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
     "num_attention_heads": 3, "patch_size": 4, "initializer_range": 0.15, "hidden_act": "silu",
+}  # fmt: skip
+SMALL_LONGCAT: dict[str, Any] = {
+    **LATENT, "vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 48,
+    "expert_ffn_hidden_size": 16, "head_dim": 4, "initializer_range": 0.15,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }  # fmt: skip
 VARIANTS = {
     "llama": lambda: LlamaConfig(**SHAPE),
@@ -630,6 +650,14 @@ VARIANTS = {
         },
         vision_config=SMALL_PIXTRAL, image_token_index=90, multimodal_projector_bias=True,
     ),
+    "longcat_flash": lambda: LongcatFlashConfig(
+        **SMALL_LONGCAT, n_routed_experts=6, zero_expert_num=3, moe_topk=3,
+        rope_parameters=YARN_ROPE | {"mscale_all_dim": 1.0},
+    ),
+    "longcat_flash-plain": lambda: LongcatFlashConfig(
+        **SMALL_LONGCAT, n_routed_experts=4, zero_expert_num=0, moe_topk=2, attention_bias=True,
+        routed_scaling_factor=1.5,
+    ),
     "hy_v3": lambda: HYV3Config(
         **SHAPE | {"num_hidden_layers": 3}, head_dim=16, num_experts_per_tok=2, num_experts=4, moe_intermediate_size=16,
         num_shared_experts=2, attention_bias=True,
@@ -770,7 +798,7 @@ NO_CLASSIFIER = (  # of which transformers has none
     "gemma4_unified_text", "exaone_moe", "granite_swa", "granitemoe_swa", "youtu", "internlm3", "hyperclovax",
     "iquestcoder", "sarvam_moe", "sarvam_mla", "deepseek_v32", "glm_moe_dsa", "hy_v3", "mellum", "cohere2_moe",
     "mimo_v2_flash", "laguna", "apertus1p5_text", "bailing_hybrid", "kolibri1",
-    "minimax_m3_vl_text", "mistral_large4", "bamba", "mamba", "falcon_mamba", "mamba2", "dbrx",
+    "minimax_m3_vl_text", "mistral_large4", "longcat_flash", "bamba", "mamba", "falcon_mamba", "mamba2", "dbrx",
 )  # fmt: skip
 # Families whose nets another describes too.
 ALIKE = {

@@ -129,7 +129,7 @@ def test_mixers_by_hand():
     [
         "deepseek_v3",
         "gemma4_text",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen3", "gemma2", "qwen2_moe")),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("qwen3", "gemma2", "qwen2_moe", "longcat_flash-plain")),
     ],
 )
 def test_as_pytorch_counts_them(variant, tmp_path):

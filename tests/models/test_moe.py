@@ -93,6 +93,23 @@ def test_experts_narrower_than_the_model():
     np.testing.assert_allclose(layer(x)[0], expected, atol=1e-5)
 
 
+def test_zero_experts_give_a_token_as_it_is():
+    """Two of them, behind three that compute: each adds the token times its weight, and is counted as others are."""
+    config = dataclasses.replace(CONFIG, experts=3, zero_experts=2, experts_per_token=3, router_correction=True)
+    layer = MixtureOfExperts(config, nnx.Rngs(0))
+    assert layer.router.kernel.shape == (8, 5) and layer.experts.up.kernel.shape[0] == 3
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 8)), jnp.float32)
+    weights, chosen = (np.asarray(a) for a in jax.lax.top_k(jax.nn.softmax(layer.router(x)), 3))
+    assert (chosen >= 3).any() and (chosen < 3).any()
+    zero = np.where(chosen >= 3, weights, 0).sum(-1, keepdims=True)
+    computed = by_hand(layer.experts, np.asarray(x), np.where(chosen < 3, weights, 0), np.minimum(chosen, 2))
+    out, found, routing = layer(x, jnp.ones(6))
+    np.testing.assert_array_equal(found, chosen)
+    np.testing.assert_allclose(out, computed + zero * x, atol=1e-5)
+    np.testing.assert_array_equal(routing.counts, np.bincount(chosen.reshape(-1), minlength=5))
+    assert routing.probabilities.sum() == pytest.approx(6)
+
+
 def test_both_ways_have_the_same_gradients(experts):
     x, weights, chosen = routed(7)
     graph, state = nnx.split(experts)

@@ -39,6 +39,7 @@ NAMES = (
     "mistral4 hy_v3 mellum cohere2_moe phimoe mimo_v2_flash laguna minicpm3 "
     "apertus1p5_text bailing_hybrid kolibri1 minimax_m3_vl_text kimi_k25 lighton_ocr lfm3_vl deepseek_vl minimax_m3_vl "
     "ovis2 gptj gpt_neo gpt_bigcode bamba bloom mpt mamba falcon_mamba mamba2 dbrx idefics2 jamba mistral_large4 "
+    "longcat_flash "
 )
 MODULES = [importlib.import_module(f"{__name__}.{name}") for name in NAMES.split()]
 FAMILIES: dict[str, ModuleType] = {module.MODEL_TYPE: module for module in MODULES}
@@ -49,7 +50,6 @@ NOT_COMPUTED = {
     "hy_v4": "hyper-connections",
     "qwen4_exp": "hyper-connections, and embeddings of n-grams",
     "qwen4_exp_text": "hyper-connections, and embeddings of n-grams",
-    "longcat_flash": "experts that skip a layer",
     "step3p5": "gates that are clipped behind their activation",
     "step3p7": "gates that are clipped behind their activation",
     "zaya": "attention to convolved queries and keys",

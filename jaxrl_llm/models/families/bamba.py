@@ -60,6 +60,8 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
 
 def _write_rope(config: ModelConfig) -> dict[str, Any]:
     """The rotary entries of a ModelConfig: transformers reads the part that is rotated among the parameters alone."""
+    if config.local_rope is not None:
+        refuse("rope_parameters", "a set for each type of layer", "one set of parameters for all layers")
     given = rotary.write(config)
     scaling = given["rope_scaling"] or {"rope_type": "default"}
     parameters = {**scaling, "rope_theta": given["rope_theta"], "partial_rotary_factor": config.rotary_fraction}

@@ -191,6 +191,8 @@ def _sources(hf: dict[str, Any], unrotated: tuple[int, ...]) -> tuple[int, ...]:
 
 def write_rope(config: ModelConfig) -> dict[str, Any]:
     """The rotary entries of a ModelConfig."""
+    if config.local_rope is not None:
+        refuse("rope_parameters", "a set for each type of layer", "one set of parameters for all layers")
     given = rotary.write(config)
     return {
         "rope_parameters": {"rope_type": "default", **(given["rope_scaling"] or {}), "rope_theta": given["rope_theta"]}

@@ -179,7 +179,7 @@ class LatentAttention(nnx.Module):
         else:
             assert self.q is not None
             q = self.q(x)
-        q = q.reshape(*x.shape[:-1], c.heads, c.head_dim) * score_scale(c.head_dim, c.rope)
+        q = q.reshape(*x.shape[:-1], c.heads, c.head_dim) * (c.latent_scales[0] * score_scale(c.head_dim, c.rope))
         q = grown(c, q, positions, arrays)
         q = q if self.growth is None else self.growth(q, positions)
         plain, rotated = jnp.split(q, [c.head_dim - c.rotated_size], axis=-1)
@@ -191,7 +191,8 @@ class LatentAttention(nnx.Module):
             return None
         latent, shared = jnp.split(self.kv_a(x), [self.config.latent_size], axis=-1)
         turn = (positions, arrays.inv_freq, arrays.scale, self.config.rope_interleaved)
-        return jnp.concatenate([self.kv_a_norm(latent), rotate(shared[..., None, :], *turn)[..., 0, :]], axis=-1)
+        latent = self.kv_a_norm(latent) * self.config.latent_scales[1]
+        return jnp.concatenate([latent, rotate(shared[..., None, :], *turn)[..., 0, :]], axis=-1)
 
 
 def score_scale(size: int, rope: Rope) -> float:
