@@ -99,7 +99,7 @@ if SMALL and STEPS >= 80:
 
 # %%
 for file in sorted([*(result.output_dir / "hf").iterdir(), *(result.output_dir / "adapter").iterdir()]):
-    print(f"{file.stat().st_size / 1024:8.0f} KB  {file}")
+    print(f"{file.stat().st_size / 1024:8.0f} KB  {file.relative_to(result.output_dir)}")
 
 # %% [markdown]
 # ## The same model in transformers
