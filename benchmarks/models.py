@@ -339,6 +339,17 @@ difference.
   counted from the start of a document, where transformers counts them from the start of a row: padding on the left
   changes what it computes, and nothing here. Longer rows need a mask for each head, which `flash` and `splash` refuse;
   rows of a group share no prefix (`batch.packing`). Training keeps the indexer as it is.
+- Attention to blocks by their mean keys (QSA, Qwen4-Exp): each complete block of `indexer_compress_ratio` tokens,
+  counted from the start of a document, is rated by the mean of its tokens' keys, normed and rotated as its first token.
+  A token sees the best blocks, `indexer_budget` tokens together, and those behind the last complete one. Longer rows
+  are refused by `flash` and `splash`, and no prefix is shared, as above; training keeps the indexer.
+- Gated streams of hidden states (`hc_count`, Qwen4-Exp): mixer and feed-forward read a mean of them, of which each
+  number has a gate by a low-rank map, and each stream takes a share of its own of what they give.
+- Embeddings of n-grams (`ple_layer_ids`, Qwen4-Exp): tables of a layer that hashes of the last tokens look up, with
+  gates by the streams and a convolution of tokens `ngram_size` apart. n-grams begin anew with each document, and behind
+  the first of the `eos_token_id`. Tables are trained like other parameters. The numbers of the hashes follow from
+  config.json; others in the files are refused. They depend on the size of the vocabulary, which therefore cannot grow.
+  The maps of streams and n-grams have no adapters and are not quantised.
 - Weights in fp8 with a scale for each block of numbers (`weight_block_size`, DeepSeek-V3 and Qwen3's FP8 folders, and
   MXFP8, MiniMax-M3's) or for each matrix (Ministral 3), and gpt-oss' experts in MXFP4, are read as numbers and exported
   as such.
@@ -352,8 +363,8 @@ difference.
   and of other kernels of AWQ, sparse ones and rotations are refused. `model.quantize` of as many bits keeps every
   number, where each scale is of 64 inputs or more and zero points say nothing (`int4`: GPTQ with `sym`, w4a16) or of an
   output or the whole (`int8`, `fp8`); the others, AWQ's among them, are rounded once more.
-- Gated delta nets with short convolutions, beside gated attention (Qwen3-Next, Qwen3.5) or plain (OLMo Hybrid), and
-  Kimi delta attention, whose states decay by each number of a key (Kimi Linear, and Ling 3 with a floor under the
+- Gated delta nets with short convolutions, beside gated attention (Qwen3-Next, Qwen3.5, Qwen4) or plain (OLMo Hybrid),
+  and Kimi delta attention, whose states decay by each number of a key (Kimi Linear, and Ling 3 with a floor under the
   decays). Rows are computed in chunks of 64
   or 128 tokens, with memory linear in their length: four rows of 32k tokens train on one h100
   ([compiled](performance.md#what-a-step-moves-by-the-compilers)). A state starts anew with each document of a packed
@@ -509,7 +520,7 @@ ones run in one scan. `tests/models/mixers/test_mixer.py` has a recurrent one, a
 
 Not supported: the vision part of Llama 4, sound and videos, checkpoints quantized otherwise, texts that are read in
 both directions (but PaliGemma's prompts), Falcon's ALiBi (Falcon-RW), a scale of attention for each layer
-(`scale_attn_by_inverse_layer_idx`), hyper-connections (DeepSeek-V4, Qwen4, Hunyuan 4), and gates clipped behind
+(`scale_attn_by_inverse_layer_idx`), hyper-connections (DeepSeek-V4, Hunyuan 4), and gates clipped behind
 their activation (Step 3.5).
 """
 

@@ -51,11 +51,11 @@ PARAMETERS = (
     (r"attention/sinks$", ("tensor",)),
     (r"delta/log_decay$", (None, None, "tensor", None)),  # of Kimi delta attention; others have one dimension
     (r"mamba/log_rates$", (FSDP, None)),
-    (r"((delta|mamba)/([qkv]_)?conv|conv/filter)$", (FSDP, None, None)),
+    (r"((delta|mamba)/([qkv]_)?conv|ngrams/conv|conv/filter)$", (FSDP, None, None)),
     (r"embed/weight$", ("tensor", FSDP)),
     (r"positions/weight$", (None, FSDP)),
     (r"project_(in|out)/kernel$", (FSDP, None)),
-    (r"/(q_a|kv_a|f_a|g_a|ba|b|a|x|dt|into|narrow|widen)/(kernel|lora_a|start_a)$", (FSDP, None)),
+    (r"/(q_a|kv_a|f_a|g_a|ba|b|a|x|dt|into|narrow|widen|inject|qk|key|value)/(kernel|lora_a|start_a)$", (FSDP, None)),
     (rf"/{FROM_WIDTH}/kernel$", (FSDP, "tensor")),
     (rf"/{TO_WIDTH}/kernel$", ("tensor", FSDP)),
     (rf"/{FROM_WIDTH}/(lora|start)_a$", (FSDP, None)),

@@ -10,11 +10,13 @@ from flax import nnx
 
 from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.altup import AltUp, Laurel
+from jaxrl_llm.models.gated_streams import GatedConnection
 from jaxrl_llm.models.hyper_connections import HyperConnection
 from jaxrl_llm.models.layers import FeedForward, RMSNorm
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer, NoMixer, Passing
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.moe import ExpertsBeside, MixtureOfExperts, Routing
+from jaxrl_llm.models.ngrams import NGrams
 from jaxrl_llm.models.per_layer import PerLayerInput
 from jaxrl_llm.models.tiled_mlp import tiled_mlp
 
@@ -54,8 +56,10 @@ class Block(nnx.Module):
         self.altup = AltUp(config, rngs) if config.altup_streams else None
         self.laurel = Laurel(config, rngs) if config.laurel_rank else None
         streams = bool(config.hyper_streams)
-        self.mixer_streams = HyperConnection(config, rngs) if streams and mixes else None
-        self.mlp_streams = HyperConnection(config, rngs) if streams and not layer.bare else None
+        connection = GatedConnection if config.hyper_rank else HyperConnection
+        self.mixer_streams = connection(config, rngs) if streams and mixes else None
+        self.mlp_streams = connection(config, rngs) if streams and not layer.bare else None
+        self.ngrams = NGrams(config, layer.ngrams, rngs) if layer.ngrams is not None else None
 
     @property
     def mixer(self) -> Mixer:
@@ -68,6 +72,7 @@ class Block(nnx.Module):
         `counted` `[N,T]` is how often a token counts in the routing, `replayed` `[N,T,k]` the experts that tokens go
         to, or None.
         """
+        x = x if self.ngrams is None else self.ngrams.prefill(x, inputs)[0]
         read, added = connected(self.mixer_streams, x)
         mixed, cache = self.mixer.prefill(normed(self.input_norm, read), inputs, arrays)
         _, passed, gate, chosen = Passing.of(cache, cache)
@@ -77,9 +82,12 @@ class Block(nnx.Module):
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, tuple[Any, jax.Array | None], Any]:
         """Hidden states after the layer, the mixer's cache and the experts `[N,T,k]` of each token, and what layers
         that share this one's get of it."""
+        if self.ngrams is not None:
+            x, beside = self.ngrams.prefill(x, inputs)
         read, added = connected(self.mixer_streams, x)
         mixed, cache = self.mixer.prefill(normed(self.input_norm, read), inputs, arrays)
         own, passed, gate, chosen = Passing.of(cache, cache)
+        own = own if self.ngrams is None else (own, beside)
         x, experts, _ = self._feed_forward(read, added, mixed, gate)
         return x, (own, experts), (passed, chosen)
 
@@ -87,9 +95,13 @@ class Block(nnx.Module):
         self, x, inputs: DecodeInputs, prompt, cache, arrays
     ) -> tuple[jax.Array, tuple[Any, jax.Array | None], Any]:
         """As `prefill`, of the next tokens x of rows, whose mixer's cache is `cache` and comes back with them in it."""
+        if self.ngrams is not None:
+            (prompt, their_prompt), (cache, beside) = prompt, cache
+            x, beside = self.ngrams.decode(x, inputs, their_prompt, beside)
         read, added = connected(self.mixer_streams, x)
         mixed, cache = self.mixer.decode(normed(self.input_norm, read), inputs, prompt, cache, arrays)
         own, passed, gate, chosen = Passing.of(cache, (prompt, cache))
+        own = own if self.ngrams is None else (own, beside)
         x, experts, _ = self._feed_forward(read, added, mixed, gate)
         return x, (own, experts), (passed, chosen)
 
@@ -138,6 +150,8 @@ def normed(norm: RMSNorm | None, x):
     return x if norm is None else norm(x)
 
 
-def connected(streams: HyperConnection | None, x) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+def connected(
+    streams: HyperConnection | GatedConnection | None, x
+) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """What mixer or feed-forward read of the hidden states x, and the function that adds their outputs to these."""
     return (x, functools.partial(jnp.add, x)) if streams is None else streams(x)

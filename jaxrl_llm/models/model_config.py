@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.models.adapters.lora import LoraConfig
 from jaxrl_llm.models.mixers.attention import Attention, SharedAttention
 from jaxrl_llm.models.mixers.mixer import LayerConfig, Mixer
+from jaxrl_llm.models.ngrams import NGramConfig
 from jaxrl_llm.models.rope import Rope
 from jaxrl_llm.models.vision.tower import VisionConfig
 
@@ -129,12 +130,14 @@ class ModelConfig:
     layer_scale: bool = False  # the hidden states after each layer are multiplied by a number, which is not trained
     per_layer_width: int = 0  # numbers per token of which each layer adds a map, see per_layer.py; 0: none
     per_layer_vocab: int = 0
+    ngrams: NGramConfig | None = None  # embeddings of n-grams that some layers add; None: none do
     altup_streams: int = 0  # of hidden states, see altup.py; 0: one, as they are
     hyper_streams: int = 0  # of hidden states, as the next four, see hyper_connections.py; 0: one, as they are
     hyper_sinkhorn: int = 0  # steps that make the matrix which mixes them doubly stochastic; 0: they are not mixed
     hyper_scale: float = 2.0  # of what a stream takes of outputs, at most
     hyper_eps: float = 1e-6
     hyper_head: str = "sum"  # the last hidden states are a weighted sum of the streams, or their "mean"
+    hyper_rank: int = 0  # of the gates by which streams are read and written, see gated_streams.py; 0: as above
     laurel_rank: int = 0  # of a map whose outputs are a residual beside attention, see altup.Laurel; 0: none
     delta_key_heads: int = 0  # of gated delta nets and Mamba (groups), as the next four; see delta_net.GatedDeltaNet
     delta_value_heads: int = 0
@@ -142,6 +145,7 @@ class ModelConfig:
     delta_value_dim: int = 0
     delta_conv: int = 0  # tokens that are convolved, the current one included
     delta_negative: bool = False  # betas reach 2, and eigenvalues of the update -1 (arXiv 2411.12537)
+    delta_sigmoid: bool = False  # their gates are sigmoids, whatever those of their class are
     delta_floor: float | None = None  # of the log decays of Kimi delta attention; None: they have none
     delta_norms: str = ""  # `norms` of the layers with other mixers than attention; "": those of all
     conv_size: int = 0  # tokens that a short convolution sees, the current one included; see short_conv.ShortConv
@@ -274,7 +278,7 @@ class ModelConfig:
     @functools.cached_property
     def layer_configs(self) -> tuple[LayerConfig, ...]:
         """The kind of each layer: its mixer, window, rotary positions and whatever else differs between layers."""
-        first = self.layers - self.shared_layers
+        first, ngrams = self.layers - self.shared_layers, () if self.ngrams is None else self.ngrams.layers
 
         def kind(layer: int) -> LayerConfig:
             slides, shares, chosen_by = layer in self.sliding_layers, None, None
@@ -302,6 +306,7 @@ class ModelConfig:
                 bare=layer in self.bare_layers,
                 shares=shares,
                 chosen_by=chosen_by,
+                ngrams=ngrams.index(layer) if layer in ngrams else None,
                 fields=tuple(fields.items()),
             )
 
@@ -328,8 +333,9 @@ class ModelConfig:
         in `shared_latent_layers` those without an indexer, where others have one, and in `reading_latent_layers` those
         that read the latents of others. `unrotated_` is before the names of those without rotary positions, where they
         have `unrotated_fields`.
-        `sparse_` is before the names of those with an `ffn_sparsity` that others lack, and `group1_` and so on of those
-        that other groups of layers have (`layer_groups`).
+        `sparse_` is before the names of those with an `ffn_sparsity` that others lack, `ngrams0_` and so on of each
+        layer that adds n-grams (whose tables have other sizes), and `group1_` and so on of those that other groups
+        of layers have (`layer_groups`).
         """
         found: dict[str, tuple[int, ...]] = {}
         for layer, kind in enumerate(self.layer_configs):
@@ -340,6 +346,7 @@ class ModelConfig:
                 name = f"{'reading' if self.latent_sources else 'shared'}_{name}"
             name = name if kind.chosen_by is None else f"shared_{name}"
             name = f"sparse_{name}" if layer in self.sparse_layers and len(self.sparse_layers) < self.layers else name
+            name = name if kind.ngrams is None else f"ngrams{kind.ngrams}_{name}"
             if kind.bare:
                 name = f"bare_{name}"
             elif self.experts and not kind.experts:

@@ -16,6 +16,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import constrain, context_shards
 from jaxrl_llm.models.altup import Streams
 from jaxrl_llm.models.block import Block, normed
+from jaxrl_llm.models.gated_streams import GatedStreams
 from jaxrl_llm.models.hyper_connections import HyperStreams
 from jaxrl_llm.models.kernels.fused_attention import BY_SEGMENTS, implementation, is_in_chunks
 from jaxrl_llm.models.kernels.grouped_matmul import RESULT
@@ -81,6 +82,7 @@ class Transformer(nnx.Module):
         self.log_frequencies = nnx.Param(zeros) if config.rope_learned else None
         self.per_layer = PerLayerEmbed(config, rngs) if config.per_layer_width else None
         streams = Streams if config.altup_streams else HyperStreams if config.hyper_streams else None
+        streams = GatedStreams if config.hyper_rank else streams
         self.streams = None if streams is None else streams(config, rngs)
         make = ShortcutBlock if config.shortcut_experts else Block
         if config.scan_layers:
@@ -148,7 +150,7 @@ class Transformer(nnx.Module):
 
         def body(block: Block, x, layer_caches, arrays, read):
             prompt, cache = layer_caches
-            return block.decode(x, inputs._replace(**read), prompt, cache, arrays)
+            return block.decode(x, inputs._replace(**read, tokens=tokens), prompt, cache, arrays)
 
         layer_caches = tuple(zip(prompts, caches, strict=True))
         x, outputs = self._through_layers(body, self._embedded(tokens, inputs.positions), tokens, layer_caches)
@@ -271,7 +273,7 @@ class Transformer(nnx.Module):
             shown, images = self._shown(inputs, segments), None
         elif isinstance(images, Images):
             images = self.encode_images(tokens, segments, images)
-        layout = _layout(self.config, inputs, segments, positions, images)._replace(shown=shown)
+        layout = _layout(self.config, inputs, segments, positions, images)._replace(shown=shown, tokens=tokens)
         x = self._embedded(tokens, positions, inputs.noise)
         if images is not None:
             x = constrain(with_images(x, images), "rows", "positions", None)

@@ -43,6 +43,7 @@ from transformers import (
     Qwen3_5MoeConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
+    Qwen4ExpConfig,
     SmolVLMConfig,
     VideoLlama3Config,
 )
@@ -160,9 +161,9 @@ MLLAMA_ENCODER = {name: x for name, x in ENCODER.items() if name != "num_attenti
 }  # fmt: skip
 GRIDS = [(2, 2), (1, 1), (7, 3)]
 ANY_SIZE = (
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v",
-    "glm_ocr", "exaone4_5", "mistral3", "gemma4", "gemma4_unified", "lfm2_vl", "pixtral", "video_llama_3",
-    "kimi_k25", "lighton_ocr", "lfm3_vl", "minimax_m3_vl", "ovis2", "mistral_large4",
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "glm4v",
+    "glm4v_moe", "glm46v", "glm_ocr", "exaone4_5", "mistral3", "gemma4", "gemma4_unified", "lfm2_vl", "pixtral",
+    "video_llama_3", "kimi_k25", "lighton_ocr", "lfm3_vl", "minimax_m3_vl", "ovis2", "mistral_large4",
 )  # fmt: skip
 UNMERGED = ("pixtral", "gemma4_unified", "video_llama_3")  # of these, those whose patches are tokens
 STILL = (
@@ -238,6 +239,11 @@ VISION = {
     ),
     "qwen3_5_moe": lambda: Qwen3_5MoeConfig(
         text_config=VARIANTS["qwen3_5_moe_text"]().to_dict() | {"rope_parameters": PARTIAL_MROPE},
+        vision_config=SHALLOW_ENCODER,
+        **TOKENS,
+    ),
+    "qwen4_exp": lambda: Qwen4ExpConfig(
+        text_config=VARIANTS["qwen4_exp_text"]().to_dict() | {"rope_parameters": PARTIAL_MROPE},
         vision_config=SHALLOW_ENCODER,
         **TOKENS,
     ),

@@ -113,6 +113,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    Qwen4ExpTextConfig,
     SarvamMLAConfig,
     SarvamMoEConfig,
     SeedOssConfig,
@@ -202,6 +203,13 @@ DELTA_NETS: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "rms_norm_eps": 1e-3,  # heads whose queries and keys are nearly at right angles would amplify rounding errors
+}  # fmt: skip
+# Of the 12 tokens of a document 2 blocks of 2 are chosen; heads enough that hardly a block has the score 0.
+POOLED: dict[str, Any] = {
+    **{name: x for name, x in DELTA_NETS.items() if name != "intermediate_size"}, "num_hidden_layers": 5,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention", "indexed_attention"],
+    "hc_count": 3, "hc_lowrank": 12, "indexer_n_heads": 12, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+    "indexer_budget": 4, "indexer_compress_ratio": 2,
 }  # fmt: skip
 MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 3}
 # As many numbers of keys as of values: of others transformers writes convolutions that it cuts elsewhere.
@@ -746,6 +754,14 @@ VARIANTS = {
         mlp_layer_types=["dense", "sparse", "sparse", "sparse"], index_n_heads=2, index_head_dim=10,
         index_block_size=2, index_topk_blocks=3,
     ),
+    "qwen4_exp_text": lambda: Qwen4ExpTextConfig(
+        **POOLED | {"eos_token_id": [30, 2]}, **SHARED_EXPERT, ple_layer_ids=[1, 4], ple_embed_dim=24,
+        ple_conv_kernel_size=3, heads_per_ngram=2, ngram_vocab_size_base=50, make_ngram_vocab_size_divisible_by=8,
+        split_ngram_parts=3, output_gate_type="sigmoid", rope_parameters=HALF_ROPE,
+    ),
+    "qwen4_exp_text-plain": lambda: Qwen4ExpTextConfig(
+        **POOLED | {"num_hidden_layers": 2, "layer_types": None}, **SHARED_EXPERT, full_attention_interval=2,
+    ),
     "mamba": lambda: MambaConfig(**SMALL_MAMBA),
     "mamba-biases": lambda: MambaConfig(
         **SMALL_MAMBA, use_bias=True, use_conv_bias=False, time_step_rank=5, intermediate_size=24,
@@ -787,9 +803,10 @@ UNTRAINED = (
     "_min", "_max", "indexer.wq_b.weight", "indexer.wk.weight", "indexer.k_norm.weight", "indexer.k_norm.bias",
     "indexer.weights_proj.weight", "indexer.q_input_norm.weight", "indexer.q_input_norm.bias",
     "indexer.ssmax_scaling.s", "indexer.ssmax_scaling.b", "indexer.softmax_scaling.scale",
-    "indexer.softmax_scaling.bias",
+    "indexer.softmax_scaling.bias", "indexer.index_qk_proj.weight", "indexer.q_layernorm.weight",
+    "indexer.k_layernorm.weight",
 )  # fmt: skip
-SHAKEN = ("bias", "sinks", "scale", "router.gate.weight", "alpha_p", "alpha_n", "rotary_emb.alpha")
+SHAKEN = ("bias", "sinks", "scale", "router.gate.weight", "alpha_p", "alpha_n", "rotary_emb.alpha", "ple.conv1d.weight")
 NO_CLASSIFIER = (  # of which transformers has none
     "granite", "olmoe", "gemma3n_text", "gemma4_text", "qwen3_5_moe_text", "llama4_text", "glm4_moe", "glm4_moe_lite",
     "minimax_m2", "ernie4_5", "lfm2", "lfm2_moe", "lfm3", "granitemoehybrid", "nemotron_h", "afmoe", "kimi_linear",
@@ -799,6 +816,7 @@ NO_CLASSIFIER = (  # of which transformers has none
     "iquestcoder", "sarvam_moe", "sarvam_mla", "deepseek_v32", "glm_moe_dsa", "hy_v3", "mellum", "cohere2_moe",
     "mimo_v2_flash", "laguna", "apertus1p5_text", "bailing_hybrid", "kolibri1",
     "minimax_m3_vl_text", "mistral_large4", "longcat_flash", "bamba", "mamba", "falcon_mamba", "mamba2", "dbrx",
+    "qwen4_exp_text",
 )  # fmt: skip
 # Families whose nets another describes too.
 ALIKE = {
@@ -813,6 +831,7 @@ def make_oracle(variant: str, seed: int = 0):
     """A random transformers model in which biases and norms are random too, so that none can be left out unnoticed."""
     torch.manual_seed(seed)
     oracle = AutoModelForCausalLM.from_config(VARIANTS[variant](), attn_implementation="eager").eval()
+    oracle.generation_config.eos_token_id = None  # texts go on behind the token at which n-grams end
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
             if any(word in name for word in ("norm", "ln_")) or name.endswith(SHAKEN):
@@ -967,6 +986,11 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         name = name.replace("model.", "backbone.") if family == "nemotron_h" else name
         name = name.replace(".gate.moe_statics.", ".moe_statics.")
+        if name.endswith(".ngram_embedding.weight") and family == "qwen4_exp_text":
+            size = -(-len(x) // oracle.config.split_ngram_parts)
+            starts = enumerate(range(0, len(x), size))
+            found |= {name.replace("weight", f"shard_{i}.weight"): x[first : first + size] for i, first in starts}
+            continue
         start, _, part = name.partition(".experts.")
         if not part.endswith("_proj") or family in STACKED:
             found[name] = x

@@ -51,6 +51,7 @@ FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any, Mapping[str, Any]], Ima
     "qwen3_vl_moe": qwen_vl,
     "qwen3_5": qwen_vl,
     "qwen3_5_moe": qwen_vl,
+    "qwen4_exp": qwen_vl,
     "glm4v": qwen_vl,
     "glm4v_moe": qwen_vl,
     "glm46v": qwen_vl,

@@ -10,6 +10,7 @@ A family is a module with `MODEL_TYPE`, `ARCHITECTURE`, `KEYS` and two functions
 Where checkpoints have other tensor names too, the tables of `OTHER_KEYS` are read as well, and never written.
 `MODULE_KEYS` is the table of the names in transformers' class, where files have others: PEFT knows modules by them.
 Where these tables differ from net to net, `keys(config)`, `other_keys(config)` and `module_keys(config)` give them.
+`constants(config)` are the integers, by name, that files hold beside parameters and that follow from the config.
 `unused_tensors(config)` are the names of tensors that files may have and that are not read, and UNREAD how the names of
 those of whole parts begin. `CHAT_TEMPLATE` is that of tokenizers that have none, where the family has one of its own.
 """
@@ -39,7 +40,7 @@ NAMES = (
     "mistral4 hy_v3 mellum cohere2_moe phimoe mimo_v2_flash laguna minicpm3 "
     "apertus1p5_text bailing_hybrid kolibri1 minimax_m3_vl_text kimi_k25 lighton_ocr lfm3_vl deepseek_vl minimax_m3_vl "
     "ovis2 gptj gpt_neo gpt_bigcode bamba bloom mpt mamba falcon_mamba mamba2 dbrx idefics2 jamba mistral_large4 "
-    "longcat_flash "
+    "longcat_flash qwen4_exp_text qwen4_exp "
 )
 MODULES = [importlib.import_module(f"{__name__}.{name}") for name in NAMES.split()]
 FAMILIES: dict[str, ModuleType] = {module.MODEL_TYPE: module for module in MODULES}
@@ -48,8 +49,6 @@ ALIKE = {"kimi_k2": FAMILIES["deepseek_v3"]}  # model_types of another family's 
 NOT_COMPUTED = {
     "deepseek_v4": "hyper-connections, and attention to compressed tokens",
     "hy_v4": "hyper-connections",
-    "qwen4_exp": "hyper-connections, and embeddings of n-grams",
-    "qwen4_exp_text": "hyper-connections, and embeddings of n-grams",
     "step3p5": "gates that are clipped behind their activation",
     "step3p7": "gates that are clipped behind their activation",
     "zaya": "attention to convolved queries and keys",

@@ -22,16 +22,19 @@ class TensorName(NamedTuple):
 
     Parameters with the same tensor are ranges of its rows, in the order of the table, of its `columns`, or
     `interleaved`: each has every n-th number of its last dimension. A vector may be stored `as_row` of a matrix, and
-    the matrices of experts as ranges of rows of one, `expert_rows`, in place of one array stacked over them.
+    the matrices of experts as ranges of rows of one, `expert_rows`, in place of one array stacked over them. A table
+    may be many tensors, `parts` of equal numbers of its rows, of which the last may have fewer.
     """
 
     path: str  # under `layers` the parameter is one array, stacked over layers
-    tensor: str  # with {layer} where each layer has its own, {expert} where each expert has, and {head} where each head
+    # With {layer} where each layer has its own, {expert} where each expert has, {head} where each head, and {part}.
+    tensor: str
     transpose: bool = False
     interleaved: bool = False
     columns: bool = False
     as_row: bool = False
     expert_rows: bool = False
+    parts: int = 0
 
 
 def linear(path: str, tensor: str) -> tuple[TensorName, TensorName]:

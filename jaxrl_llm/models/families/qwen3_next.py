@@ -54,8 +54,10 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     return decoder.to_config(hf, ARCHITECTURE, own, overrides, rope={"partial": True})
 
 
-def delta_fields(hf: dict[str, Any], net: type[GatedDeltaNet]) -> dict[str, Any]:
-    """The ModelConfig fields of delta nets beside gated attention, of entries with their defaults.
+def delta_fields(
+    hf: dict[str, Any], net: type[GatedDeltaNet], attention: type[Attention] = Attention
+) -> dict[str, Any]:
+    """The ModelConfig fields of delta nets beside gated `attention`, of entries with their defaults.
 
     Raises ConfigError for types of layers and sizes that the network does not compute.
     """
@@ -68,7 +70,7 @@ def delta_fields(hf: dict[str, Any], net: type[GatedDeltaNet]) -> dict[str, Any]
         refuse("linear_num_value_heads", sizes["delta_value_heads"], f"multiples of linear_num_key_heads = {keys}")
     return {
         **sizes,
-        "mixers": mixers_of(hf, {LINEAR: net, FULL: Attention}, lambda layer: LINEAR if (layer + 1) % every else FULL),
+        "mixers": mixers_of(hf, {LINEAR: net, FULL: attention}, lambda layer: LINEAR if (layer + 1) % every else FULL),
         "norm_offset": 1.0,
         "qk_norm": "head",
         "attention_gate": "queries",
@@ -86,5 +88,6 @@ def delta_entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str,
     entries = {entry: getattr(config, field) for field, (entry, _) in SIZES.items()}
     entries["attention_bias"] = config.attention_bias
     if base is None:
-        entries["layer_types"] = [FULL if kind.mixer is Attention else LINEAR for kind in config.layer_configs]
+        attends = (issubclass(kind.mixer, Attention) for kind in config.layer_configs)
+        entries["layer_types"] = [FULL if full else LINEAR for full in attends]
     return entries

@@ -277,7 +277,10 @@ def load(
         starts = [LAYER.replace("model.", model) for model in models]
         passed = tuple(start.format(layer=layer) for start in starts for layer in beyond)
         passed += getattr(family, "UNREAD", ())
-        files.check(tensors, {*unused, *heads, *(name for name in files.where if name.startswith(passed))})
+        constants = safetensors.constants_of(family, net.config)
+        spare = {*unused, *heads, *constants, *(name for name in files.where if name.startswith(passed))}
+        files.check(tensors, spare)
+        files.check_constants(constants)
         if net.config.tie_embeddings and net.config.head == "lm":
             files.check_tied(next(tensor.name for tensor in tensors if tensor.leaf == "embed/weight"))
         return net, safetensors.read_params(net, files, tensors, mesh, seed)

@@ -24,7 +24,8 @@ def with_tokens(model: Model, tokens: Sequence[str], special: bool = False) -> M
     the others. Their rows of the embedding and of the head are the mean of those of the tokens before: they say
     nothing yet, and change no other token's probability by much. The vocabulary grows where it has no rows left behind
     the tokenizer's ids. Raises ConfigError: no tokens, one that is empty or there already, and a model with adapters,
-    with tokens that are never sampled, or whose layers have embeddings of their own.
+    with tokens that are never sampled, whose layers have embeddings of their own, or of n-grams where the vocabulary
+    would grow.
     """
     check_loaded(model, "with_tokens")
     check_tokenizer(model)
@@ -53,6 +54,11 @@ def with_tokens(model: Model, tokens: Sequence[str], special: bool = False) -> M
         raise ConfigError(f"{model.path}: its tokenizer gives {tokens[0]!r} the id {ids[0]}, which another token has")
     config = model.net.config
     size = max(*ids, config.vocab_size - 1) + 1
+    if config.ngrams is not None and size > config.vocab_size:
+        raise ConfigError(
+            f"{model.path}: its layers have embeddings of n-grams, whose rows follow from the size of the vocabulary, "
+            f"{config.vocab_size}: with {len(tokens)} more tokens than its tokenizer has it would need {size}"
+        )
     net = Net(dataclasses.replace(config, vocab_size=size))
     wider = Net(dataclasses.replace(config, vocab_size=config.vocab_size + 1)).shapes()
     shapes = {path_name(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(wider)}

@@ -72,16 +72,23 @@ class Stored(NamedTuple):
     one_expert: bool = False  # an expert of a tensor that is stacked over experts
     every: int = 0  # this is every n-th number of the last dimension, from number first_row on; 0: a range of rows
     as_row: bool = False  # a vector, in the files the only row of a matrix
+    first_of: int | None = None  # it has a range of the parameter's rows, from this one on; None: all
 
     @property
-    def at(self) -> tuple[int, ...]:
+    def at(self) -> tuple[int | slice, ...]:
         """The index of the tensor in a stacked parameter."""
-        return tuple(index for index in (self.layer, self.expert) if index is not None)
+        stacked = tuple(index for index in (self.layer, self.expert) if index is not None)
+        return stacked if self.first_of is None else (*stacked, slice(self.first_of, self.first_of + self.shape[0]))
 
 
 def keys_of(family, config: ModelConfig) -> tuple:
     """The table of tensor names in the files of a net: the family's KEYS, or its `keys(config)` where they differ."""
     return family.keys(config) if hasattr(family, "keys") else family.KEYS
+
+
+def constants_of(family, config: ModelConfig) -> dict[str, np.ndarray]:
+    """The integers by name that files of a net hold beside its parameters, where the family has some."""
+    return family.constants(config) if hasattr(family, "constants") else {}
 
 
 def stored_tensors(net: Net, family, table=None) -> list[Stored]:
@@ -104,17 +111,20 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
         experts = range(config.experts) if of_experts else range(leaf.shape[1]) if of_heads else [None]
         shape = leaf.shape[(layers[0][0] is not None) + (experts[0] is not None) :]
         shape = shape[::-1] if name.transpose else shape
-        for (index, layer), expert in itertools.product(layers, experts):
-            file_name = name.tensor.format(layer=layer, expert=expert, head=expert)
-            tensor = Stored(file_name, shape, name.transpose, leaf_path, index, leaf.dtype)
+        size = -(-shape[0] // name.parts) if name.parts else 0  # rows of a part
+        parts = list(enumerate(range(0, shape[0], size))) if size else [(None, None)]
+        for (index, layer), expert, (part, first) in itertools.product(layers, experts, parts):
+            file_name = name.tensor.format(layer=layer, expert=expert, head=expert, part=part)
+            own = shape if first is None else (min(size, shape[0] - first), *shape[1:])
+            tensor = Stored(file_name, own, name.transpose, leaf_path, index, leaf.dtype, first_of=first)
             stacked = of_experts and "{expert}" not in name.tensor and not name.expert_rows
             tensor = tensor._replace(expert=expert, one_expert=stacked)
             # How many are interleaved is counted below.
             tensor = tensor._replace(every=int(name.interleaved), axis=-1 if name.columns else 0)
             tensor = tensor._replace(shape=(1, *shape), as_row=True) if name.as_row else tensor
-            first = leaf_path == "embed/weight" or stack == "vision"
-            rank = -1 if first else config.layers if layer is None else layer
-            tensors.append((rank, order, expert or 0, tensor))
+            leads = leaf_path == "embed/weight" or stack == "vision"
+            rank = -1 if leads else config.layers if layer is None else layer
+            tensors.append((rank, order, expert or part or 0, tensor))
     # Parameters of one tensor are ranges of its rows or columns, one after another.
     rows: dict[tuple, int] = {}
     ranges = []
@@ -230,6 +240,14 @@ class Files:
             if found.get_dtype() not in FLOATS:
                 raise ConfigError(
                     f"{self.folder}: tensor {name} has dtype {found.get_dtype()}, supported are {', '.join(FLOATS)}."
+                )
+
+    def check_constants(self, constants: Mapping[str, np.ndarray]) -> None:
+        """Raises ConfigError where the files hold other integers than the network computes of config.json."""
+        for name, expected in constants.items():
+            if name in self.where and not np.array_equal(self.where[name].get_slice(name)[:], expected):
+                raise ConfigError(
+                    f"{self.folder}: tensor {name} has other numbers than follow from config.json, {expected.tolist()}"
                 )
 
     def _is_zero_bias(self, name: str) -> bool:
@@ -408,6 +426,9 @@ def _read_leaf(files: Files, tensors: list[Stored], index, dtype) -> np.ndarray:
     """The slice `index` of a parameter, whose layers (and experts in each) are `tensors` where it is stacked."""
     if tensors[0].layer is None:
         return files.read(tensors[0], index, dtype)
+    if tensors[0].first_of is not None:
+        layers = [list(own) for _, own in itertools.groupby(tensors, lambda tensor: tensor.layer)]
+        return np.stack([_read_rows(files, own, index[1:], dtype) for own in layers[index[0]]])
     if tensors[0].expert is None:
         return np.stack([files.read(tensor, index[1:], dtype) for tensor in tensors[index[0]]])
     layers = [list(own) for _, own in itertools.groupby(tensors, lambda tensor: tensor.layer)]
@@ -415,11 +436,24 @@ def _read_leaf(files: Files, tensors: list[Stored], index, dtype) -> np.ndarray:
     return np.stack([np.stack(own) for own in parts])
 
 
+def _read_rows(files: Files, tensors: list[Stored], index, dtype) -> np.ndarray:
+    """The slice `index` of a layer of a parameter of which each of these tensors has a range of rows."""
+    total = sum(tensor.shape[0] for tensor in tensors)
+    start, stop, _ = index[0].indices(total)
+    found = []
+    for tensor in tensors:
+        assert tensor.first_of is not None
+        own = slice(max(start - tensor.first_of, 0), min(stop - tensor.first_of, tensor.shape[0]))
+        if own.start < own.stop:
+            found.append(files.read(tensor, (own, *index[1:]), dtype))
+    return np.concatenate(found)
+
+
 def write(folder: Path, net: Net, family, params: Params, dtype: str, max_shard_bytes: float) -> None:
     """Writes the parameters in safetensors files up to `max_shard_bytes`; of many processes, the first writes.
 
-    `dtype` is that of the parameters, but of those that are fp32 in any net. Adapters are merged, and quantised kernels
-    dequantised, one tensor at a time.
+    The last one has the family's constants too. `dtype` is that of the parameters, but of those that are fp32 in any
+    net. Adapters are merged, and quantised kernels dequantised, one tensor at a time.
     """
     leaves, whole = _leaves(overlaid(params)), _whole(net, family, dtype)
     shards: list[list[list[Stored]]] = [[]]
@@ -430,15 +464,18 @@ def write(folder: Path, net: Net, family, params: Params, dtype: str, max_shard_
             size = 0
         shards[-1].append(parts)
         size += _bytes(parts)
+    constants = constants_of(family, net.config)
     count, weight_map = len(shards), dict[str, str]()
     for number, shard in enumerate(shards, start=1):
         file = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
         arrays = {parts[0].name: _joined(parts, leaves, net) for parts in shard}
+        arrays |= constants if number == count else {}
         weight_map |= dict.fromkeys(arrays, file)
         if jax.process_index() == 0:
             save_file(arrays, folder / file, metadata={"format": "pt"})
     if count > 1 and jax.process_index() == 0:
-        write_json(folder / INDEX, {"metadata": {"total_size": sum(map(_bytes, whole))}, "weight_map": weight_map})
+        total = sum(map(_bytes, whole)) + sum(x.nbytes for x in constants.values())
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def file_tensors(net: Net, family, params: Params, dtype: str) -> Iterator[tuple[str, np.ndarray]]:

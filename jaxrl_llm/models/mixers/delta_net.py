@@ -318,7 +318,8 @@ class GatedDeltaNet(nnx.Module):
         """The layer's output of the heads' `[...,h,r,v]`: normed, times the gate of z, and mapped to `[...,D]`."""
         eps = self.config.norm_eps if self.norm_eps is None else self.norm_eps
         normed = out * jax.lax.rsqrt((out * out).mean(-1, keepdims=True) + eps)
-        normed = normed * self.norm_scale[...].astype(jnp.float32) * self.gate(z.astype(jnp.float32))
+        gate = jax.nn.sigmoid if self.config.delta_sigmoid else self.gate
+        normed = normed * self.norm_scale[...].astype(jnp.float32) * gate(z.astype(jnp.float32))
         return self.out(normed.astype(z.dtype).reshape(*z.shape[:-3], -1))
 
 

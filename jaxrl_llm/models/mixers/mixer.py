@@ -26,6 +26,7 @@ class LayerConfig:
     bare: bool = False  # no feed-forward behind the mixer
     shares: int | None = None  # the layer whose keys and values it reads; None: its own
     chosen_by: int | None = None  # the layer whose choice of tokens it attends to; None: its own, or to all
+    ngrams: int | None = None  # its index among the layers that add embeddings of n-grams; None: it adds none
     fields: tuple[tuple[str, Any], ...] = ()  # of the ModelConfig, which differ in this layer
 
 
@@ -52,6 +53,7 @@ class AttentionInputs(NamedTuple):
     shared: Any = None  # what the layer's `LayerConfig.shares` passes on
     chosen: Any = None  # what its `LayerConfig.chosen_by` has chosen
     shown: ShownImages | None = None  # of models that have layers which read images
+    tokens: jax.Array | None = None  # [N,T] which layers that add embeddings of n-grams read
 
 
 class DecodeInputs(NamedTuple):
@@ -62,6 +64,7 @@ class DecodeInputs(NamedTuple):
     length: jax.Array  # [G,R] tokens in the row's cache before the first of the W
     shared: Any = None  # what the layer's `LayerConfig.shares` passes on
     chosen: Any = None  # what its `LayerConfig.chosen_by` has chosen
+    tokens: jax.Array | None = None  # [G,R*W] as in `AttentionInputs`
 
 
 class Passing(NamedTuple):

@@ -39,7 +39,7 @@ NET = Net(CONFIG).with_lora(SHAPE)
 FAMILIES = variants(
     ["qwen3_moe", "gpt_oss", "llama4_text", "mixtral", "granitemoehybrid", "gemma4_text-experts", "deepseek_v3",
      "glm4_moe", "qwen3_5_moe_text", "qwen3_next", "minimax_m2", "lfm2_moe", "olmoe", "qwen2_moe", "glm4_moe_lite",
-     "afmoe", "dots1", "kimi_linear"],
+     "afmoe", "dots1", "kimi_linear", "qwen4_exp_text"],
     ["gpt_oss"],
 )  # fmt: skip
 

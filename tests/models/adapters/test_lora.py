@@ -135,7 +135,7 @@ def test_peft_gives_the_same_logits_and_gradients(llama_folder, adapter, adapted
     variants(
         ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2-biases", "lfm3", "granitemoehybrid",
          "nemotron_h", "falcon_h1", "kimi_linear", "olmo_hybrid", "bailing_hybrid", "bamba",
-         "falcon_mamba", "mamba2", "jamba-dense"]
+         "falcon_mamba", "mamba2", "jamba-dense", "qwen4_exp_text"]
     ),
 )  # fmt: skip
 def test_other_mixers_have_the_adapters_of_peft(tmp_path, variant):
