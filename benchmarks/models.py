@@ -291,8 +291,8 @@ difference.
 - score head: `{{Family}}ForSequenceClassification` with one label, against ours (`head="score"`); transformers has none
   of Granite, OLMoE, Gemma 3n and 4, Llama 4, ERNIE 4.5, LFM2 and 3, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo
   Hybrid, Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open, nanochat,
-  VaultGemma, DBRX, Mamba, Bamba, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam, DeepSeek-V3.2,
-  Hunyuan 3, Mellum, Command A+, MiMo-V2, Laguna, Apertus 1.5, Mistral Large 4, Ling 3, LongCat-Flash, Kolibri,
+  VaultGemma, DBRX, Mamba, Bamba, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam, DeepSeek-V3.2 and
+  V4, Hunyuan 3, Mellum, Command A+, MiMo-V2, Laguna, Apertus 1.5, Mistral Large 4, Ling 3, LongCat-Flash, Kolibri,
   MiniMax-M3 and the mixtures of experts of Qwen3.5, GLM and Granite. Step heads of GPT-2, GPT-J, GPT-Neo, StarCoder 1,
   Pythia, Falcon, BLOOM and MPT are refused: their classes have other names, or there are none.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
@@ -313,7 +313,7 @@ difference.
   a warning of the run: yarn's `attn_factor` (DeepSeek-R1-0528-Qwen3-8B), which transformers does not read either, and
   vLLM multiplies cosines and sines by.
 - Windows (`sliding_window`) in all layers, in some (`layer_types`, `max_window_layers`, `sliding_window_pattern`), in
-  training, prefill and decoding. The cache keeps all tokens.
+  training, prefill and decoding. The cache keeps all tokens, but of DeepSeek-V4.
 - Chunks (`attention_chunk_size`, Llama 4): a token sees those of its own chunk, counted from the start of its document,
   in training, prefill and decoding. Rows longer than a chunk need a mask, so `flash` is refused. Layers without rotary
   positions scale queries by their position in the document (`attn_temperature_tuning`); transformers counts padding on
@@ -350,9 +350,17 @@ difference.
   the first of the `eos_token_id`. Tables are trained like other parameters. The numbers of the hashes follow from
   config.json; others in the files are refused. They depend on the size of the vocabulary, which therefore cannot grow.
   The maps of streams and n-grams have no adapters and are not quantised.
+- Attention to compressed tokens (DeepSeek-V4): a token sees those in a window of `sliding_window`, by one key for all
+  heads, which is their value too, and entries that each stand for `compress_rates` tokens before: all entries, of many
+  tokens each (`heavily_compressed_attention`), or the `index_topk` that an indexer rates best, of few each
+  (`compressed_sparse_attention`). Entries are counted from the start of a document, where transformers counts them from
+  the start of a row: padding on the left changes what it computes, and nothing here. Rows are computed in blocks as
+  long as the window, by `xla` alone; a row's cache is its latest tokens and its entries. Rows of a group share no
+  prefix (`batch.packing`), and the server keeps none. Training keeps the indexer as it is. The map before the last one
+  (`o_a_proj`) has no adapter, as in PEFT.
 - Weights in fp8 with a scale for each block of numbers (`weight_block_size`, DeepSeek-V3 and Qwen3's FP8 folders, and
-  MXFP8, MiniMax-M3's) or for each matrix (Ministral 3), and gpt-oss' experts in MXFP4, are read as numbers and exported
-  as such.
+  MXFP8, MiniMax-M3's) or for each matrix (Ministral 3), and experts in MXFP4 (gpt-oss, DeepSeek-V4), are read as
+  numbers and exported as such.
 - So are matrices that bitsandbytes has quantised (`unsloth/...-bnb-4bit`): nf4 and fp4, with double quantisation or
   without, and int8. With `model.quantize=nf4` those of nf4 keep every number, but where no number of a block is its
   largest.
@@ -438,15 +446,17 @@ difference.
   class. So is a `gemma4`, a `gemma4_unified` (Gemma 4 12B) or a `kimi_k25` without a `vision_config`; of one that has
   it images are read, and Gemma's part for sound is not: the export has none (`audio_config` is null).
 - Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE, ERNIE 4.5, Hunyuan), routers of softmax
-  or sigmoid, corrected or not, and weights of their outputs or, in Llama 4, their inputs: no token is dropped. Tokens
-  are sorted by expert and multiplied in groups; every expert computes every token on CPUs where a token uses more than
-  a fourth of them, and on GPUs without Triton ([what it saves](performance.md#mixtures-of-experts)). Checkpoints are
-  read with each expert's matrices apart or stacked, and written as on the hub: apart, of Gemma 4, Llama 4, Qwen3-VL and
-  gpt-oss stacked, and of DBRX as rows of one matrix. PEFT has no adapters of these, nor of LongCat-Flash's. gpt-oss's
-  are read from MXFP4 too, as the numbers that they stand for, so that they can be trained, or [kept in
-  it](adapters.md#quantised-experts) under adapters, and written as floats. `model.router_aux_loss_coef` and
-  `model.freeze_router` are in docs/configuration.md. Phi-3.5-MoE's experts are weighted one after another (SparseMixer,
-  arXiv 2409.12136) as it is evaluated; in training transformers draws them at random, with another gradient.
+  or sigmoid or the root of a softplus, corrected or not, or a table with the experts of each token of the vocabulary
+  (the first layers of DeepSeek-V4, which therefore takes no new tokens), and weights of their outputs or, in Llama 4,
+  their inputs: no token is dropped. Tokens are sorted by expert and multiplied in groups; every expert computes every
+  token on CPUs where a token uses more than a fourth of them, and on GPUs without Triton
+  ([what it saves](performance.md#mixtures-of-experts)). Checkpoints are read with each expert's matrices apart or
+  stacked, and written as on the hub: apart, of Gemma 4, Llama 4, Qwen3-VL and gpt-oss stacked, and of DBRX as rows of
+  one matrix. PEFT has no adapters of these, nor of LongCat-Flash's. gpt-oss's are read from MXFP4 too, as the numbers
+  that they stand for, so that they can be trained, or [kept in it](adapters.md#quantised-experts) under adapters, and
+  written as floats. `model.router_aux_loss_coef` and `model.freeze_router` are in docs/configuration.md. Phi-3.5-MoE's
+  experts are weighted one after another (SparseMixer, arXiv 2409.12136) as it is evaluated; in training transformers
+  draws them at random, with another gradient.
 
 Weights are safetensors. With `model.allow_pickle` a folder without them is read from `pytorch_model.bin`, by a reader
 that knows only tensors and runs no code. Code in a tokenizer's folder is run only with `model.trust_remote_code`, in
@@ -520,7 +530,7 @@ ones run in one scan. `tests/models/mixers/test_mixer.py` has a recurrent one, a
 
 Not supported: the vision part of Llama 4, sound and videos, checkpoints quantized otherwise, texts that are read in
 both directions (but PaliGemma's prompts), Falcon's ALiBi (Falcon-RW), a scale of attention for each layer
-(`scale_attn_by_inverse_layer_idx`), hyper-connections (DeepSeek-V4, Hunyuan 4), and gates clipped behind
+(`scale_attn_by_inverse_layer_idx`), hyper-connections (Hunyuan 4), and gates clipped behind
 their activation (Step 3.5).
 """
 

@@ -35,8 +35,8 @@ ROWS = ("data", "fsdp", "expert")
 FSDP = ("fsdp", "context", "expert")  # the axes that shard parameters and all-gather them per layer
 
 # Matrices that lead from the model's width to heads or channels, and from these back to it.
-FROM_WIDTH = "(q|k|v|q_b|kv_b|f|f_b|g_b|qkvz|qkv|z|gate|up|fc1)"
-TO_WIDTH = "(o|out|down|fc2)"
+FROM_WIDTH = "(q|k|v|q_b|kv_b|o_a|f|f_b|g_b|qkvz|qkv|z|gate|up|fc1)"
+TO_WIDTH = "(o|o_b|out|down|fc2)"
 
 # Path of a parameter -> the mesh axes of its trailing dimensions; leading ones (stacked layers) are not sharded.
 PARAMETERS = (
@@ -48,14 +48,15 @@ PARAMETERS = (
     (r"experts/(gate_up|gate|up)/lora_b$", ("expert", None, "tensor")),
     (r"experts/down/lora_a$", ("expert", "tensor", None)),
     (r"experts/down/lora_b$", ("expert", None, ("fsdp", "context"))),
-    (r"attention/sinks$", ("tensor",)),
+    (r"/sinks$", ("tensor",)),
     (r"delta/log_decay$", (None, None, "tensor", None)),  # of Kimi delta attention; others have one dimension
     (r"mamba/log_rates$", (FSDP, None)),
     (r"((delta|mamba)/([qkv]_)?conv|ngrams/conv|conv/filter)$", (FSDP, None, None)),
     (r"embed/weight$", ("tensor", FSDP)),
     (r"positions/weight$", (None, FSDP)),
     (r"project_(in|out)/kernel$", (FSDP, None)),
-    (r"/(q_a|kv_a|f_a|g_a|ba|b|a|x|dt|into|narrow|widen|inject|qk|key|value)/(kernel|lora_a|start_a)$", (FSDP, None)),
+    (r"/(q_a|kv_a|kv|scores|f_a|g_a|ba|b|a|x|dt|into)/(kernel|lora_a|start_a)$", (FSDP, None)),
+    (r"/(narrow|widen|inject|qk|key|value)/(kernel|lora_a|start_a)$", (FSDP, None)),
     (rf"/{FROM_WIDTH}/kernel$", (FSDP, "tensor")),
     (rf"/{TO_WIDTH}/kernel$", ("tensor", FSDP)),
     (rf"/{FROM_WIDTH}/(lora|start)_a$", (FSDP, None)),

@@ -76,7 +76,7 @@ class Block(nnx.Module):
         read, added = connected(self.mixer_streams, x)
         mixed, cache = self.mixer.prefill(normed(self.input_norm, read), inputs, arrays)
         _, passed, gate, chosen = Passing.of(cache, cache)
-        x, _, routing = self._feed_forward(read, added, mixed, gate, counted, replayed)
+        x, _, routing = self._feed_forward(read, added, mixed, inputs.tokens, gate, counted, replayed)
         return x, routing, (passed, chosen)
 
     def prefill(self, x, inputs: AttentionInputs, arrays) -> tuple[jax.Array, tuple[Any, jax.Array | None], Any]:
@@ -88,7 +88,7 @@ class Block(nnx.Module):
         mixed, cache = self.mixer.prefill(normed(self.input_norm, read), inputs, arrays)
         own, passed, gate, chosen = Passing.of(cache, cache)
         own = own if self.ngrams is None else (own, beside)
-        x, experts, _ = self._feed_forward(read, added, mixed, gate)
+        x, experts, _ = self._feed_forward(read, added, mixed, inputs.tokens, gate)
         return x, (own, experts), (passed, chosen)
 
     def decode(
@@ -102,11 +102,11 @@ class Block(nnx.Module):
         mixed, cache = self.mixer.decode(normed(self.input_norm, read), inputs, prompt, cache, arrays)
         own, passed, gate, chosen = Passing.of(cache, (prompt, cache))
         own = own if self.ngrams is None else (own, beside)
-        x, experts, _ = self._feed_forward(read, added, mixed, gate)
+        x, experts, _ = self._feed_forward(read, added, mixed, inputs.tokens, gate)
         return x, (own, experts), (passed, chosen)
 
     def _feed_forward(
-        self, before, added, mixed, gate=None, counted=None, replayed=None
+        self, before, added, mixed, tokens, gate=None, counted=None, replayed=None
     ) -> tuple[jax.Array, jax.Array | None, Routing | None]:
         """The output of the layer, of what its mixer has read and made, which the function `added` adds."""
         if gate is not None and not gate.size:
@@ -121,7 +121,7 @@ class Block(nnx.Module):
         norm = self.post_attention_norm or (self.input_norm if self.side_by_side else None)
         out, experts, routing = normed(norm, before if self.side_by_side else read), None, None
         if isinstance(self.mlp, MixtureOfExperts):
-            out, experts, routing = self.mlp(out, counted, replayed)
+            out, experts, routing = self.mlp(out, counted, replayed, tokens)
         else:
             out = tiled_mlp(self.mlp, out, self.mlp_tile_tokens)
         out = out if gate is None else out * gate.astype(out.dtype)

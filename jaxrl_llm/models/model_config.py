@@ -108,6 +108,10 @@ class ModelConfig:
     index_local: int = 0  # blocks that are always chosen, the latest ones
     shared_indexers: tuple[int, ...] = ()  # the layers that attend to what the latest layer with an indexer has chosen
     index_interleaved: bool = False  # the indexer rotates neighbouring dimensions together
+    heavy_ratio: int = 0  # tokens of an entry of heavily compressed attention; see compressed_attention.py
+    sparse_ratio: int = 0  # tokens of a window of compressed sparse attention, whose `index_top` counts entries
+    output_groups: int = 0  # of heads, whose outputs a map makes `output_rank` numbers of; of this attention alone
+    output_rank: int = 0
     # The heads' outputs are multiplied by the sigmoids of numbers: as many, which come with the queries ("queries") or
     # from a map of their own ("numbers"), or from such a map one for each head ("heads").
     attention_gate: str = ""
@@ -165,6 +169,7 @@ class ModelConfig:
     router_softcap: float | None = None  # of logits
     router_jitter: float | None = None  # experts are weighted one after another; see moe.one_by_one
     router_sigmoid: bool = False  # each expert's probability by itself; False: a softmax
+    router_softplus: bool = False  # it is the root of the logit's softplus
     router_correction: bool = False  # experts are chosen by probability plus a number each has, weighted without it
     router_corrects_logits: bool = False  # the number is added to the expert's logit
     router_fp32: bool = False  # its matrix is stored with 32 bits too
@@ -186,6 +191,7 @@ class ModelConfig:
     shared_expert_scale: float = 1.0  # of its output
     expert_width: int = 0  # numbers that the chosen experts read and write, mapped from and to the width; 0: the width
     dense_layers: tuple[int, ...] = ()  # the layers without experts, where others have them
+    hash_layers: tuple[int, ...] = ()  # the layers where a table has the experts of each token of the vocabulary
     bare_layers: tuple[int, ...] = ()  # the layers without a feed-forward
     router_aux_loss_coef: float = 0.0
     freeze_router: bool = False
@@ -213,7 +219,8 @@ class ModelConfig:
     @property
     def router_in_fp32(self) -> bool:
         """True where routers compute with 32 bits whatever the rest does, as in transformers."""
-        return self.router_fp32 or self.router_sigmoid or self.router_correction or self.router_group_best == 1
+        of_scores = self.router_sigmoid or self.router_softplus or self.router_correction
+        return self.router_fp32 or of_scores or self.router_group_best == 1
 
     @property
     def routed_experts(self) -> int:
@@ -293,6 +300,9 @@ class ModelConfig:
                 shares = self.latent_sources[layer]
             if self.sparse_layers and layer not in self.sparse_layers:
                 fields["ffn_sparsity"] = 0.0
+            if self.hash_layers:
+                hashed = layer in self.hash_layers
+                fields |= {"router_correction": False} if hashed else {"hash_layers": ()}
             if self.lora is not None and self.lora.groups:
                 fields["lora"] = self.lora.of_group(self.layer_groups[layer] if self.layer_groups else 0)
             rope = self.local_rope if slides and self.local_rope is not None else self.rope
@@ -333,9 +343,9 @@ class ModelConfig:
         in `shared_latent_layers` those without an indexer, where others have one, and in `reading_latent_layers` those
         that read the latents of others. `unrotated_` is before the names of those without rotary positions, where they
         have `unrotated_fields`.
-        `sparse_` is before the names of those with an `ffn_sparsity` that others lack, `ngrams0_` and so on of each
-        layer that adds n-grams (whose tables have other sizes), and `group1_` and so on of those that other groups
-        of layers have (`layer_groups`).
+        `sparse_` is before the names of those with an `ffn_sparsity` that others lack, `hash_` of those whose experts
+        are in a table, `ngrams0_` and so on of each layer that adds n-grams (whose tables have other sizes), and
+        `group1_` and so on of those that other groups of layers have (`layer_groups`).
         """
         found: dict[str, tuple[int, ...]] = {}
         for layer, kind in enumerate(self.layer_configs):
@@ -347,6 +357,7 @@ class ModelConfig:
             name = name if kind.chosen_by is None else f"shared_{name}"
             name = f"sparse_{name}" if layer in self.sparse_layers and len(self.sparse_layers) < self.layers else name
             name = name if kind.ngrams is None else f"ngrams{kind.ngrams}_{name}"
+            name = f"hash_{name}" if layer in self.hash_layers else name
             if kind.bare:
                 name = f"bare_{name}"
             elif self.experts and not kind.experts:
@@ -390,7 +401,8 @@ class ModelConfig:
         vision = ("vision",) if self.vision is not None and self.vision_training == "frozen" else ()
         mixers = {name: self.layer_configs[layers[0]].mixer for name, layers in self.stacks.items()}
         kept = [f"{name}/{x.path}/{leaf}" for name, x in mixers.items() for leaf in getattr(x, "untrained", ())]
-        return (*vision, *kept, *self.frozen_leaves)
+        tables = [f"{name}/mlp/table" for name, layers in self.stacks.items() if layers[0] in self.hash_layers]
+        return (*vision, *kept, *tables, *self.frozen_leaves)
 
     @property
     def shares_prefixes(self) -> bool:

@@ -372,6 +372,9 @@ class MixtureOfExperts(nnx.Module):
         # Of 32 bits whatever the others have, as in transformers: rounded numbers would choose other experts.
         zeros = jnp.zeros((config.routed_experts,), jnp.float32)
         self.correction = nnx.Param(zeros) if config.router_correction else None
+        # As numbers too: whoever takes gradients, moments and casts of parameters needs to know of no other kind.
+        table = jnp.zeros((config.embeddings, config.experts_per_token), jnp.float32)
+        self.table = nnx.Param(table) if config.hash_layers else None
         self.experts = Experts(config, rngs)
         self.shared = FeedForward(config, rngs, config.shared_expert_ffn) if config.shared_expert_ffn else None
         self.shared_gate = Linear(config.width, 1, config, rngs) if config.shared_expert_gate else None
@@ -379,9 +382,9 @@ class MixtureOfExperts(nnx.Module):
         self.narrow = Linear(config.width, inner, config, rngs, config.mlp_bias, "narrow") if inner else None
         self.widen = Linear(inner, config.width, config, rngs, config.mlp_bias, "widen") if inner else None
 
-    def __call__(self, x, counted=None, replayed=None):
+    def __call__(self, x, counted=None, replayed=None, tokens=None):
         """Output `[...,D]` of x `[...,D]`, the experts `[...,k]` of each token and, where `counted` `[...]` says how
-        often tokens count, the `Routing`.
+        often tokens count, the `Routing`. Routers that choose by the `tokens` `[...]` alone read these.
 
         Tokens go to the experts `replayed` `[...,k]` where these are not negative, weighted by this router all the
         same: rollout routing replay (R3), arXiv 2510.11370.
@@ -390,17 +393,23 @@ class MixtureOfExperts(nnx.Module):
         logits = self._route(x.astype(jnp.float32) if c.router_in_fp32 else x).astype(jnp.float32)
         logits = soft_cap(logits, c.router_softcap)
         probabilities = jax.nn.sigmoid(logits) if c.router_sigmoid else jax.nn.softmax(logits, axis=-1)
+        if c.router_softplus:  # of which the root has no gradient at 0
+            probabilities = jnp.sqrt(jnp.maximum(jax.nn.softplus(logits), 1e-30))
         # Of sigmoids many may be rounded to 1.
         by_logits = c.router_corrects_logits or (c.router_sigmoid and self.correction is None)
         ranks = logits if by_logits else probabilities
-        chosen = self._chosen(ranks)
+        if self.table is None:
+            chosen = self._chosen(ranks)
+        else:  # a hash of the token (arXiv 2106.04426)
+            assert tokens is not None
+            chosen = jax.lax.stop_gradient(self.table[...])[tokens].astype(jnp.int32)
         if replayed is not None:
             chosen = jnp.where(replayed < 0, chosen, replayed.astype(chosen.dtype))
         if c.router_jitter is None:
             weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
         else:
             weights = one_by_one(logits, chosen, c.router_jitter)
-        if c.router_sigmoid:
+        if c.router_sigmoid or c.router_softplus:
             probabilities /= probabilities.sum(-1, keepdims=True)  # as the loss that balances experts takes them
         if c.normalize_top_k:
             weights = weights / (weights.sum(-1, keepdims=True) + c.top_k_epsilon)
@@ -465,9 +474,9 @@ class ExpertsBeside(MixtureOfExperts):
         self.router_scale = nnx.Param(jnp.ones((config.width,), config.param_dtype))
         self.weight_scale = nnx.Param(jnp.ones((config.experts,), config.param_dtype))
 
-    def __call__(self, x, counted=None, replayed=None):
+    def __call__(self, x, counted=None, replayed=None, tokens=None):
         """As a `MixtureOfExperts` returns them, of x before any norm."""
-        out, chosen, routing = super().__call__(x, counted, replayed)
+        out, chosen, routing = super().__call__(x, counted, replayed, tokens)
         return self.experts_out_norm(out) + self.dense_out_norm(self.dense(self.dense_norm(x))), chosen, routing
 
     def _inputs(self, x, weights, chosen):

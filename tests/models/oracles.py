@@ -27,6 +27,7 @@ from transformers import (
     DbrxConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV4Config,
     DeepseekV32Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
@@ -277,6 +278,13 @@ SMALL_LONGCAT: dict[str, Any] = {
     "expert_ffn_hidden_size": 16, "head_dim": 4, "initializer_range": 0.15,
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }  # fmt: skip
+COMPRESSED: dict[str, Any] = {  # of DeepSeek-V4
+    "moe_intermediate_size": 16, "n_routed_experts": 4, "head_dim": 12, "partial_rotary_factor": 1 / 3,
+    "q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 10, "sliding_window": WINDOW, "index_topk": 2,
+    "index_head_dim": 6, "index_n_heads": 12, "swiglu_limit": 0.1,
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3},
+}  # fmt: skip
+V4_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 VARIANTS = {
     "llama": lambda: LlamaConfig(**SHAPE),
     "llama3": lambda: LlamaConfig(
@@ -792,6 +800,19 @@ VARIANTS = {
         **SHAPE, num_experts=1, attn_layer_period=3, attn_layer_offset=1, mamba_d_state=5, mamba_d_conv=3,
         mamba_expand=1, mamba_dt_rank=3, mamba_proj_bias=True, mamba_conv_bias=False, tie_word_embeddings=True,
     ),
+    # Entries of 2 and 3 tokens, and at most 2 chosen of 6, of a document's 12.
+    "deepseek_v4": lambda: DeepseekV4Config(
+        **SHAPE | {"num_hidden_layers": 4, "num_key_value_heads": 1}, **EXPERTS, **COMPRESSED,
+        layer_types=["heavily_compressed_attention", "sliding_attention", "compressed_sparse_attention",
+                     "compressed_sparse_attention"],
+        mlp_layer_types=["hash_moe", "moe", "hash_moe", "moe"], rope_parameters=V4_ROPE,
+    ),
+    "deepseek_v4-sigmoid": lambda: DeepseekV4Config(
+        **SHAPE | {"num_key_value_heads": 1}, **EXPERTS,
+        **COMPRESSED | {"index_topk": 64, "o_groups": 1, "swiglu_limit": 10.0},
+        scoring_func="sigmoid", layer_types=["compressed_sparse_attention", "heavily_compressed_attention"],
+        mlp_layer_types=["moe", "moe"], hc_mult=2, hc_sinkhorn_iters=3,
+    ),
     "deepseek_v2-greedy": lambda: DeepseekV2Config(
         **SHAPE | {"num_key_value_heads": 4}, num_experts_per_tok=2, moe_intermediate_size=16, n_routed_experts=8,
         q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
@@ -804,9 +825,13 @@ UNTRAINED = (
     "indexer.weights_proj.weight", "indexer.q_input_norm.weight", "indexer.q_input_norm.bias",
     "indexer.ssmax_scaling.s", "indexer.ssmax_scaling.b", "indexer.softmax_scaling.scale",
     "indexer.softmax_scaling.bias", "indexer.index_qk_proj.weight", "indexer.q_layernorm.weight",
-    "indexer.k_layernorm.weight",
+    "indexer.k_layernorm.weight", *(f"indexer.compressor.{x}" for x in ("wkv.weight", "wgate.weight", "ape")),
+    "indexer.compressor.norm.weight", "tid2eid", "ffn.gate.bias",
 )  # fmt: skip
-SHAKEN = ("bias", "sinks", "scale", "router.gate.weight", "alpha_p", "alpha_n", "rotary_emb.alpha", "ple.conv1d.weight")
+SHAKEN = (
+    "bias", "sinks", "scale", "base", "router.gate.weight", "alpha_p", "alpha_n", "rotary_emb.alpha",
+    "ple.conv1d.weight",
+)  # fmt: skip
 NO_CLASSIFIER = (  # of which transformers has none
     "granite", "olmoe", "gemma3n_text", "gemma4_text", "qwen3_5_moe_text", "llama4_text", "glm4_moe", "glm4_moe_lite",
     "minimax_m2", "ernie4_5", "lfm2", "lfm2_moe", "lfm3", "granitemoehybrid", "nemotron_h", "afmoe", "kimi_linear",
@@ -816,7 +841,7 @@ NO_CLASSIFIER = (  # of which transformers has none
     "iquestcoder", "sarvam_moe", "sarvam_mla", "deepseek_v32", "glm_moe_dsa", "hy_v3", "mellum", "cohere2_moe",
     "mimo_v2_flash", "laguna", "apertus1p5_text", "bailing_hybrid", "kolibri1",
     "minimax_m3_vl_text", "mistral_large4", "longcat_flash", "bamba", "mamba", "falcon_mamba", "mamba2", "dbrx",
-    "qwen4_exp_text",
+    "qwen4_exp_text", "deepseek_v4",
 )  # fmt: skip
 # Families whose nets another describes too.
 ALIKE = {
@@ -837,7 +862,9 @@ def make_oracle(variant: str, seed: int = 0):
             if any(word in name for word in ("norm", "ln_")) or name.endswith(SHAKEN):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
         for name, buffer in oracle.named_buffers():
-            if name.endswith(UNTRAINED):
+            if name.endswith("tid2eid"):
+                buffer.copy_(torch.randint(oracle.config.n_routed_experts, buffer.shape))
+            elif name.endswith(UNTRAINED):
                 buffer.add_(torch.randn_like(buffer) * 0.1)
     return oracle
 
@@ -856,8 +883,8 @@ def oracle_logits(oracle, tokens, **arguments):
 def counts_padding(oracle) -> bool:
     """True of models for which padding on the left counts in transformers: as places that scale queries, as tokens of
     blocks, or as those that a convolution sees by their bias."""
-    names = ("attn_temperature_tuning", "index_block_size", "conv_bias", "use_bias", "mamba_proj_bias")
-    return any(getattr(oracle.config, name, False) for name in names)
+    names = ("attn_temperature_tuning", "index_block_size", "compress_rates", "conv_bias", "use_bias")
+    return any(getattr(oracle.config, name, False) for name in (*names, "mamba_proj_bias"))
 
 
 def oracle_greedy(oracle, tokens, segments, steps: int):
@@ -896,6 +923,18 @@ def oracle_gradients(oracle, tokens, segments) -> dict[str, np.ndarray]:
 
 
 OWN_NAMES = {  # of modules in transformers, and in files
+    "deepseek_v4": [
+        ("model.embed_tokens", "embed"), ("lm_head", "head"), ("model.hc_head.hc_", "hc_head_"),
+        ("model.norm", "norm"), ("model.layers.", "layers."), (".mlp.", ".ffn."), (".self_attn.", ".attn."),
+        ("compressor.indexer.scorer.weights_proj", "indexer.weights_proj"),
+        ("compressor.indexer.q_b_proj", "indexer.wq_b"), ("compressor.indexer.", "indexer.compressor."),
+        ("q_a_norm", "q_norm"), ("kv_norm", "norm"), ("q_a_proj", "wq_a"), ("q_b_proj", "wq_b"), ("kv_proj", "wkv"),
+        ("compressor.gate_proj", "compressor.wgate"), ("o_a_proj", "wo_a"), ("o_b_proj", "wo_b"),
+        ("sinks", "attn_sink"), ("position_bias", "ape"), ("input_layernorm", "attn_norm"),
+        ("post_attention_layernorm", "ffn_norm"), (".attn_hc.", ".hc_attn_"), (".ffn_hc.", ".hc_ffn_"),
+        ("gate.e_score_correction_bias", "gate.bias"), ("shared_experts.gate_proj", "shared_experts.w1"),
+        ("shared_experts.up_proj", "shared_experts.w3"), ("shared_experts.down_proj", "shared_experts.w2"),
+    ],
     "gpt_neox": [("lm_head", "embed_out")],
     "lfm3": [("g_proj", "gate_proj")],
     "sarvam_moe": [
@@ -958,7 +997,7 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Arrays by parameter of transformers as tensors of files, which hold each expert's matrices by themselves."""
     family = oracle.config.model_type
     mixtral = family in ("mixtral", "minimax_m2", "phimoe")
-    numbered = mixtral or family in ("lfm2_moe", "kimi_linear", "mistral_large4")
+    numbered = mixtral or family in ("lfm2_moe", "kimi_linear", "mistral_large4", "deepseek_v4")
     gate, up, down = ("w1", "w3", "w2") if numbered else ("gate_proj", "up_proj", "down_proj")
     found = {}
     granite = {

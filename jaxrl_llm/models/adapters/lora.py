@@ -45,7 +45,7 @@ HF_NAMES = {
     "qkvz": "in_proj_qkvz", "ba": "in_proj_ba", "qkv": "in_proj_qkv", "z": "in_proj_z", "b": "in_proj_b",
     "a": "in_proj_a", "into": "in_proj", "out": "out_proj", "narrow": "fc1_latent_proj", "widen": "fc2_latent_proj",
     "f": "f_proj", "f_a": "f_a_proj", "f_b": "f_b_proj", "g_a": "g_a_proj", "g_b": "g_b_proj", "fc1": "fc1",
-    "fc2": "fc2", "c_proj": "c_proj", "x": "x_proj",
+    "fc2": "fc2", "c_proj": "c_proj", "x": "x_proj", "kv": "kv_proj", "o_b": "o_b_proj",
 }  # fmt: skip
 TARGETS = tuple(HF_NAMES)
 # The matrices of experts, by the ends of PEFT's target_parameters. They are no linear maps, and not in `all-linear`.

@@ -63,6 +63,8 @@ def _write_rope(config: ModelConfig) -> dict[str, Any]:
     if config.local_rope is not None:
         refuse("rope_parameters", "a set for each type of layer", "one set of parameters for all layers")
     given = rotary.write(config)
+    if config.local_rope is not None:  # of a net that is none of this family
+        return given
     scaling = given["rope_scaling"] or {"rope_type": "default"}
     parameters = {**scaling, "rope_theta": given["rope_theta"], "partial_rotary_factor": config.rotary_fraction}
     return {"rope_parameters": parameters}

@@ -23,7 +23,8 @@ class TensorName(NamedTuple):
     Parameters with the same tensor are ranges of its rows, in the order of the table, of its `columns`, or
     `interleaved`: each has every n-th number of its last dimension. A vector may be stored `as_row` of a matrix, and
     the matrices of experts as ranges of rows of one, `expert_rows`, in place of one array stacked over them. A table
-    may be many tensors, `parts` of equal numbers of its rows, of which the last may have fewer.
+    may be many tensors, `parts` of equal numbers of its rows, of which the last may have fewer. `integers` are
+    numbers here.
     """
 
     path: str  # under `layers` the parameter is one array, stacked over layers
@@ -35,6 +36,7 @@ class TensorName(NamedTuple):
     as_row: bool = False
     expert_rows: bool = False
     parts: int = 0
+    integers: bool = False
 
 
 def linear(path: str, tensor: str) -> tuple[TensorName, TensorName]:

@@ -372,7 +372,7 @@ def _exported_config(net: Net, family, hf_config: dict[str, Any] | None, dtype: 
     config = net.config
     hf = family.from_config(config, hf_config)
     # Matrices are written as numbers, a text part as a model of its own, and no code that auto_map would name.
-    left_out = ("quantization_config", "text_part_of", "auto_map")
+    left_out = ("quantization_config", "expert_dtype", "text_part_of", "auto_map")
     hf = {name: x for name, x in hf.items() if name not in left_out}
     if isinstance(hf.get("text_config"), dict):
         hf["text_config"] = {name: x for name, x in hf["text_config"].items() if name not in left_out}

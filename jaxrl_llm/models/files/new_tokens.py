@@ -24,8 +24,8 @@ def with_tokens(model: Model, tokens: Sequence[str], special: bool = False) -> M
     the others. Their rows of the embedding and of the head are the mean of those of the tokens before: they say
     nothing yet, and change no other token's probability by much. The vocabulary grows where it has no rows left behind
     the tokenizer's ids. Raises ConfigError: no tokens, one that is empty or there already, and a model with adapters,
-    with tokens that are never sampled, whose layers have embeddings of their own, or of n-grams where the vocabulary
-    would grow.
+    with tokens that are never sampled, whose layers have embeddings or experts of each token, or embeddings of n-grams
+    where the vocabulary would grow.
     """
     check_loaded(model, "with_tokens")
     check_tokenizer(model)
@@ -34,6 +34,10 @@ def with_tokens(model: Model, tokens: Sequence[str], special: bool = False) -> M
     hf_config = copy.deepcopy(dict(model.hf_config or {}))
     if any(OWN_TABLES in entries for entries in (hf_config, hf_config.get("text_config") or {})):
         raise ConfigError(f"{model.path}: its layers have embeddings of their own, which cannot be given new tokens")
+    if model.net.config.hash_layers:
+        raise ConfigError(
+            f"{model.path}: some layers have a table with the experts of each token, which says none for new tokens"
+        )
     if model.net.config.unpredicted:
         raise ConfigError(
             f"{model.path}: the ids behind its vocabulary are of tokens that are never sampled, as that of images, and "

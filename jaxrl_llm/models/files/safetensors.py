@@ -34,7 +34,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
-FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS, INTEGERS = ("F64", "F32", "F16", "BF16"), ("I64", "I32")
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 ROWS = 4096  # of a head and an embedding that are compared, at a time
 CHUNK = 1 << 16  # numbers whose exponents are looked at, at a time: they stay in the processor's cache
@@ -64,7 +64,7 @@ class Stored(NamedTuple):
     transpose: bool
     leaf: str  # path of the parameter
     layer: int | None  # index in a stacked parameter
-    dtype: np.dtype  # of the parameter
+    dtype: np.dtype  # of the parameter, or int64
     expert: int | None = None  # index in a parameter that is stacked over experts too, or over heads
     full_shape: tuple[int, ...] = ()  # of the tensor in the files, of which this may be a range of rows
     first_row: int = 0
@@ -116,7 +116,8 @@ def stored_tensors(net: Net, family, table=None) -> list[Stored]:
         for (index, layer), expert, (part, first) in itertools.product(layers, experts, parts):
             file_name = name.tensor.format(layer=layer, expert=expert, head=expert, part=part)
             own = shape if first is None else (min(size, shape[0] - first), *shape[1:])
-            tensor = Stored(file_name, own, name.transpose, leaf_path, index, leaf.dtype, first_of=first)
+            dtype = np.dtype(np.int64) if name.integers else leaf.dtype
+            tensor = Stored(file_name, own, name.transpose, leaf_path, index, dtype, first_of=first)
             stacked = of_experts and "{expert}" not in name.tensor and not name.expert_rows
             tensor = tensor._replace(expert=expert, one_expert=stacked)
             # How many are interleaved is counted below.
@@ -216,7 +217,7 @@ class Files:
         return ways[0] if len(ways) == 1 else min(ways, key=unlike)
 
     def check(self, tensors: list[Stored], ignored: set[str]) -> None:
-        """Raises ConfigError unless the files hold exactly these tensors, in these shapes, as floats."""
+        """Raises ConfigError unless the files hold exactly these tensors, in these shapes, as floats or integers."""
         wanted = {tensor.name: tensor for tensor in tensors}
         if missing := [name for name in wanted if name not in self.where]:
             raise ConfigError(f"{self.folder} lacks tensors that the model needs: {some(missing)}.")
@@ -237,9 +238,10 @@ class Files:
                     f"{self.folder}: tensor {name} has shape {tuple(found.get_shape())}, "
                     f"but config.json says {tensor.full_shape}."
                 )
-            if found.get_dtype() not in FLOATS:
+            supported = INTEGERS if np.issubdtype(tensor.dtype, np.integer) else FLOATS
+            if found.get_dtype() not in supported:
                 raise ConfigError(
-                    f"{self.folder}: tensor {name} has dtype {found.get_dtype()}, supported are {', '.join(FLOATS)}."
+                    f"{self.folder}: tensor {name} has dtype {found.get_dtype()}, supported are {', '.join(supported)}."
                 )
 
     def check_constants(self, constants: Mapping[str, np.ndarray]) -> None:

@@ -141,7 +141,7 @@ class Transposed:
         return np.asarray(self.matrix[index[::-1]]).T
 
 
-WORD_BITS = {"I32": 32, "U8": 8}  # by the types of words
+WORD_BITS = {"I32": 32, "U8": 8, "I8": 8}  # by the types of words
 
 
 def bounded(index: tuple[slice, ...], shape: Sequence[int]) -> tuple[slice, ...]:

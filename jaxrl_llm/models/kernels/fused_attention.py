@@ -77,7 +77,10 @@ def check_attention(config, backend: str) -> None:
     """Raises ConfigError where attention is asked for that programs compiled for the backend cannot have."""
     here = f"this is a {backend}"
     sinks = {"it has no sinks, as this model has": config.attention_sinks}
-    biases = {"it adds no ALiBi to scores, as this model does": bool(config.alibi)}
+    biases = {
+        "it adds no ALiBi to scores, as this model does": bool(config.alibi),
+        "it sees no entries before a window, as this model's attention does": bool(config.output_groups),
+    }
     on_gpus = {
         **biases,
         f"it runs on NVIDIA GPUs, and {here}": backend != "gpu",
@@ -110,6 +113,8 @@ def _auto(config, length: int, by_mask: bool, backend: str | None) -> tuple[str,
         return "xla", f"there is no kernel for a {backend}"
     if config.alibi:
         return "xla", "no kernel adds ALiBi to scores, as this model does"
+    if config.output_groups:
+        return "xla", "no kernel sees a window and entries before it, as this model's attention does"
     if backend == "tpu":
         if config.attention_sinks:
             return "xla", "no kernel of TPUs has this model's attention sinks"

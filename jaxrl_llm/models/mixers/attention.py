@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -386,7 +387,7 @@ def attend_next(
     in_row = jnp.where(row_seen, in_row, MASKED)
     if sinks is not None:  # of the queries [J,W*H/J,1]
         sinks = jnp.tile(sinks, (1, by_head.shape[3]))[..., None]
-    in_prompt, in_row = (a.astype(q.dtype) for a in combined_softmax(in_prompt, in_row, sinks))
+    in_prompt, in_row = (a.astype(q.dtype) for a in combined_softmax([in_prompt, in_row], sinks))
     # With the weights as the rows of the matmul: as its columns, CPUs take three times as long.
     of_prompt = einsum("gjkrp,gjpd->gjkrd", in_prompt.swapaxes(1, 2), prompt.v).swapaxes(1, 2)
     out = of_prompt + einsum(f"gkjrc,gk{of_values}->gkjrd", in_row, cache.v)
@@ -447,15 +448,16 @@ def _splash(config, q, k, v, segments, mask, window):
     return (sliding if window == config.sliding_window else attend)(q, k, v, segments)
 
 
-def combined_softmax(in_prompt, in_row, sinks=None) -> tuple[jax.Array, jax.Array]:
-    """The softmax over the last dimensions of both and, where given, of `sinks` `[...,1]`, whose share is left out."""
+def combined_softmax(scores: Sequence[jax.Array], sinks=None) -> list[jax.Array]:
+    """The softmax over the last dimensions of all scores and, where given, of `sinks` `[...,1]`, whose share is left
+    out."""
     # By hand: concatenated, the scores of the prompt would be copied every step.
-    top = jnp.maximum(in_prompt.max(-1, keepdims=True), in_row.max(-1, keepdims=True))
-    top = top if sinks is None else jnp.maximum(top, sinks)
-    in_prompt, in_row = jnp.exp(in_prompt - top), jnp.exp(in_row - top)
-    total = in_prompt.sum(-1, keepdims=True) + in_row.sum(-1, keepdims=True)
+    tops = [x.max(-1, keepdims=True) for x in scores] + ([] if sinks is None else [sinks])
+    top = functools.reduce(jnp.maximum, tops)
+    shares = [jnp.exp(x - top) for x in scores]
+    total = sum(x.sum(-1, keepdims=True) for x in shares)
     total = total if sinks is None else total + jnp.exp(sinks - top)
-    return in_prompt / total, in_row / total
+    return [x / total for x in shares]
 
 
 def _row_dims() -> tuple[str, str]:

@@ -128,7 +128,7 @@ class LatentAttention(nnx.Module):
                 prompt_seen, row_seen = (mask[..., None, :] for mask in chosen)
             in_prompt = jnp.where(prompt_seen, in_prompt, MASKED)
             in_row = jnp.where(row_seen, in_row, MASKED)
-            in_prompt, in_row = (a.astype(x.dtype) for a in combined_softmax(in_prompt, in_row))
+            in_prompt, in_row = (a.astype(x.dtype) for a in combined_softmax([in_prompt, in_row]))
             seen = einsum("grwhp,gpc->grwhc", in_prompt, prompt[..., : c.latent_size])
             seen += einsum("grwhs,grsc->grwhc", in_row, stored[..., 0, : c.latent_size])
         out = jnp.einsum("grwhc,chv->grwhv", seen.astype(x.dtype), to_values)[..., -c.value_head_dim :]

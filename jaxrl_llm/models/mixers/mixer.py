@@ -53,7 +53,7 @@ class AttentionInputs(NamedTuple):
     shared: Any = None  # what the layer's `LayerConfig.shares` passes on
     chosen: Any = None  # what its `LayerConfig.chosen_by` has chosen
     shown: ShownImages | None = None  # of models that have layers which read images
-    tokens: jax.Array | None = None  # [N,T] which layers that add embeddings of n-grams read
+    tokens: jax.Array | None = None  # [N,T] which layers read that add embeddings of n-grams, and hash routers
 
 
 class DecodeInputs(NamedTuple):

@@ -82,7 +82,7 @@ class SparseLatentAttention(LatentAttention):
         keep = None
         if x.shape[1] > self.config.index_top:
             assert inputs.mask is not None
-            keep = self._best(self._rated("nti,nsi->nts", q, keys, weights), inputs.mask)
+            keep = best(rated("nti,nsi->nts", q, keys, weights), inputs.mask, self.config.index_top)
             inputs = inputs._replace(mask=keep, by_mask=True)
         out, latents = super().prefill(x, inputs, arrays)
         return out, Passing(SparseCache(latents, constrain(keys, "rows", None, None)), latents, chosen=keep)
@@ -99,12 +99,13 @@ class SparseLatentAttention(LatentAttention):
         keys = write_tokens(cache.keys, new[..., None, :], inputs.length, "cjd", sharded=False)
         before, size = inputs.prompt_mask.shape[1], keys.shape[2]
         if before + size > self.config.index_top:
-            in_prompt = self._rated("grwi,gsi->grws", q, prompt.keys, weights)
-            in_row = self._rated("grwi,grsi->grws", q, keys[..., 0, :], weights)
+            in_prompt = rated("grwi,gsi->grws", q, prompt.keys, weights)
+            in_row = rated("grwi,grsi->grws", q, keys[..., 0, :], weights)
             place = (inputs.length[:, :, None] + jnp.arange(q.shape[2]))[..., None]
             seen = (inputs.prompt_mask[:, None, None], jnp.arange(size) <= place)
             seen = (jnp.broadcast_to(mask, a.shape) for mask, a in zip(seen, (in_prompt, in_row), strict=True))
-            both = self._best(jnp.concatenate([in_prompt, in_row], axis=-1), jnp.concatenate([*seen], axis=-1))
+            scores = jnp.concatenate([in_prompt, in_row], axis=-1)
+            both = best(scores, jnp.concatenate([*seen], axis=-1), self.config.index_top)
             chosen = (both[..., :before], both[..., before:])
         out, latents = super().decode(x, inputs, prompt.latents, cache.latents, arrays, chosen)
         return out, Passing(SparseCache(latents, keys), (prompt.latents, latents), chosen=chosen)
@@ -114,23 +115,6 @@ class SparseLatentAttention(LatentAttention):
         if self.q_a is not None and self.q_a_norm is not None:
             residual = self.q_a_norm(self.q_a(x))  # XLA computes it once
         return self.indexer(x, residual, positions, arrays)
-
-    def _rated(self, dims: str, q, keys, weights) -> jax.Array:
-        """The scores `[...,t,s]`, whose `dims` are those of one head."""
-
-        def add(total, head):
-            q, weight = head
-            return total + weight[..., None] * jax.nn.relu(einsum(dims, q, keys)), None
-
-        # Head by head: the scores of all of them would be many times the mask.
-        shape = jax.eval_shape(lambda: einsum(dims, q[..., 0, :], keys))
-        heads = (jnp.moveaxis(q, -2, 0), jnp.moveaxis(weights, -1, 0))
-        return jax.lax.scan(add, jnp.zeros(shape.shape, jnp.float32), heads)[0]
-
-    def _best(self, scores, seen) -> jax.Array:
-        """Whether a token is among the `index_top` best that are `seen`, `[...,t,s]` as both are."""
-        best = jax.lax.top_k(jnp.where(seen, scores, UNSEEN), self.config.index_top)[1]
-        return seen & jnp.put_along_axis(jnp.zeros_like(seen), best, True, axis=-1, inplace=False)
 
 
 class SharedSparseAttention(LatentAttention):
@@ -159,3 +143,22 @@ class ReadingSharedSparseAttention(SharedSparseAttention):
     """Sparse attention to the latents of an earlier layer, and to the tokens that one has chosen. A `Mixer`."""
 
     projects_latents = False
+
+
+def rated(dims: str, q, keys, weights) -> jax.Array:
+    """The scores `[...,t,s]` of `Indexer`, whose `dims` are those of one head."""
+
+    def add(total, head):
+        q, weight = head
+        return total + weight[..., None] * jax.nn.relu(einsum(dims, q, keys)), None
+
+    # Head by head: the scores of all of them would be many times the mask.
+    shape = jax.eval_shape(lambda: einsum(dims, q[..., 0, :], keys))
+    heads = (jnp.moveaxis(q, -2, 0), jnp.moveaxis(weights, -1, 0))
+    return jax.lax.scan(add, jnp.zeros(shape.shape, jnp.float32), heads)[0]
+
+
+def best(scores, seen, count: int) -> jax.Array:
+    """Whether a token is among the `count` best that are `seen`, `[...,t,s]` as both are."""
+    found = jax.lax.top_k(jnp.where(seen, scores, UNSEEN), count)[1]
+    return seen & jnp.put_along_axis(jnp.zeros_like(seen), found, True, axis=-1, inplace=False)

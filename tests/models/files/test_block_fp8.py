@@ -1,6 +1,7 @@
 """Matrices in fp8 with a scale for each block, against transformers' numbers and by hand."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.files import block_fp8
+from jaxrl_llm.models.files.mxfp4 import FP4
 from jaxrl_llm.models.model import load_model
 from tests.models.files.quantized import TOKENS, check_model, describe
 from tests.models.oracles import make_oracle
@@ -192,3 +194,25 @@ def test_scales_of_other_blocks_are_refused(quantized, tmp_path):
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ConfigError, match=rf"{name} of shape .* has scales {name}_scale_inv .*: \[8, 8\]"):
         load_model(tmp_path)
+
+
+def test_deepseek_v4_has_experts_in_four_bits(tmp_path):
+    """Two in a byte, with an exponent for each 4 inputs here, and scales whose names are those of their matrices."""
+    make_oracle("deepseek_v4").save_pretrained(tmp_path)
+    tensors, rng = load_file(tmp_path / "model.safetensors"), np.random.default_rng(0)
+    plain = dict(tensors)
+    for name in [name for name in tensors if re.search(r"\.w(q_b|o_b|[123])\.weight$", name)]:
+        outputs, inputs = tensors[name].shape
+        exponents = torch.tensor(rng.integers(118, 124, (outputs, inputs // 4)).astype(np.uint8))
+        scales = torch.exp2(exponents.float() - 127).repeat_interleave(4, 1)
+        if ".experts." in name:
+            codes = rng.integers(0, 16, (outputs, inputs))
+            plain[name] = torch.tensor(FP4[codes]) * scales
+            tensors[name] = torch.tensor((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)).view(torch.int8)
+        else:
+            tensors[name] = (tensors[name] / scales).to(torch.float8_e4m3fn)
+            plain[name] = tensors[name].float() * scales
+        tensors[name.removesuffix("weight") + "scale"] = exponents.view(torch.float8_e8m0fnu)
+    expected = logits_of(tmp_path, plain)
+    found = logits_of(tmp_path, tensors, QUANTIZED | {"scale_fmt": "ue8m0"})
+    np.testing.assert_array_equal(found, expected)

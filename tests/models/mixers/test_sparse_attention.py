@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from transformers import AutoModelForCausalLM, DeepseekV32Config, GlmMoeDsaConfig
 
 import jaxrl_llm
@@ -17,7 +16,7 @@ from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.families import deepseek_v32, glm_moe_dsa
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
-from jaxrl_llm.models.mixers.sparse_attention import SharedSparseAttention, SparseLatentAttention
+from jaxrl_llm.models.mixers.sparse_attention import SharedSparseAttention, SparseLatentAttention, best, rated
 from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net
@@ -37,18 +36,17 @@ SHARED = dataclasses.replace(
 def test_the_best_tokens_by_hand():
     """Of what is seen as many as `index_top`, also where scores are equal; all of it where that is less."""
     rng = np.random.default_rng(0)
-    mixer = SparseLatentAttention(CONFIG, nnx.Rngs(0))
     q, keys, weights = rng.normal(size=(1, 7, 8, 6)), rng.normal(size=(1, 7, 6)), rng.normal(size=(1, 7, 8))
     keys[0, 4] = keys[0, 2]
     scores = np.zeros((7, 7))
     for t, s, i in np.ndindex(7, 7, 8):
         scores[t, s] += weights[0, t, i] * max(q[0, t, i] @ keys[0, s], 0.0)
     arrays = [jnp.asarray(x, jnp.float32) for x in (q, keys, weights)]
-    rated = mixer._rated("nti,nsi->nts", *arrays)
-    np.testing.assert_allclose(rated[0], scores, atol=1e-5)
+    found = rated("nti,nsi->nts", *arrays)
+    np.testing.assert_allclose(found[0], scores, atol=1e-5)
     seen = np.tril(np.ones((7, 7), bool))
     seen[:, 1] = False  # padding
-    kept = np.asarray(mixer._best(rated, jnp.asarray(seen[None]))[0])
+    kept = np.asarray(best(found, jnp.asarray(seen[None]), 3)[0])
     for t in range(7):
         visible = np.flatnonzero(seen[t])
         assert kept[t].sum() == min(len(visible), 3) and not kept[t][~seen[t]].any()
