@@ -1157,7 +1157,7 @@ SYNONYMS = {
     "num_mini_batches": "batch.minibatches", "sync_ref_model": "algorithm.ref_sync_steps",
     "n": "rollout.group_size", "n_samples_per_prompt": "rollout.group_size", "max_new_tokens":
     "rollout.max_completion_length", "max_tokens": "rollout.max_completion_length", "max_response_length":
-    "rollout.max_completion_length", "stop_sequences": "rollout.stop", "dtype": "model.dtype", "torch_dtype":
+    "rollout.max_completion_length", "stop_sequences": "rollout.stop", "torch_dtype":
     "model.param_dtype", "tensor_parallel_size": "mesh.tensor", "fsdp_size": "mesh.fsdp", "adam_beta1": "optimizer.b1",
     "adam_beta2": "optimizer.b2", "adam_epsilon": "optimizer.eps", "grad_clip": "optimizer.max_grad_norm",
     "gradient_clipping": "optimizer.max_grad_norm", "save_freq": "checkpoint.every", "save_strategy":

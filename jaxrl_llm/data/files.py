@@ -34,7 +34,10 @@ def read_files(files: list[str], split: str, streaming: bool, ds_type: str | Non
     if ds_type is not None and ds_type not in READERS.values():
         raise ConfigError(f"ds_type of {shown!r} is {ds_type!r}; it is {', '.join(dict.fromkeys(READERS.values()))}")
     if reader is None:
-        raise ConfigError(f"{shown!r} is not a kind of file that can be read; those are {', '.join(READERS)}")
+        raise ConfigError(
+            f"{shown!r:.200} is not a kind of file that can be read; those are {', '.join(READERS)} (and a text among "
+            "rows in memory is written {'prompt': text})"
+        )
     if ds_type is None and (other := next((x for x in files if reader_of(x) not in (None, reader)), None)):
         raise ConfigError(
             f"{other} is a {reader_of(other)} file, but {files[0]} a {reader} file; those that are read together are "

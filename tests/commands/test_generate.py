@@ -182,6 +182,12 @@ def test_the_folder_of_a_run_leads_to_its_model(tmp_path):
             (tmp_path / model / "config.json").write_text("{}")
         with pytest.raises(ConfigError, match=f"is the folder of a run.*{words}"):
             module.main([f"--model={tmp_path}", "--prompt=a"])
+    (step := tmp_path / "checkpoints" / "20").mkdir(parents=True)
+    said = f"is a checkpoint, which is no model yet: jaxrl-llm export --run={tmp_path} --step=20 --output=FOLDER"
+    with pytest.raises(ConfigError, match=said):
+        module.main([f"--model={step}", "--prompt=a"])
+    with pytest.raises(ConfigError, match=said):
+        jaxrl_llm.compare(jaxrl_llm.default_config(), str(step), "embedded:sort")
 
 
 @pytest.mark.slow

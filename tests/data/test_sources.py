@@ -168,6 +168,8 @@ def test_errors(tmp_path, table, monkeypatch):
         ConfigError, match=re.escape("not a kind of file that can be read; those are .parquet, .jsonl, .json, .csv")
     ):
         load("rows.txt")
+    with pytest.raises(ConfigError, match=r"'2\+2\?, 3\+3\?' is not .* rows in memory is written {'prompt': text}"):
+        load(["2+2?", "3+3?"])
     (tmp_path / "bad.json").write_text("{nonsense")
     with pytest.raises(ConfigError, match=r"cannot load bad.json"):
         load("bad.json")

@@ -51,7 +51,7 @@ def locate(
     A hub id (`Qwen/Qwen3-0.6B`) is downloaded once, of a `revision` (branch, tag or commit) if one is named, and a URL
     (`gs://bucket/model`) as `remote.fetch` says: only json, safetensors and tokenizer files, and pickles if allowed;
     with `config_only` its config.json and the settings of its image processor alone. Raises ConfigError when there is
-    no such model, for the folder of a run, and for the revision of a folder.
+    no such model, for the folder of a run or of a checkpoint, and for the revision of a folder.
     """
     name = os.fspath(path)
     if revision is not None and is_folder(name):
@@ -74,6 +74,12 @@ def locate(
             trained = f"{name.rstrip('/')}/hf" if url else here
             way_out = f"give {trained}" if trained else f"jaxrl-llm export --run={name} writes that of a checkpoint"
             raise ConfigError(f"{name} is the folder of a run, which has its model in a folder of its own: {way_out}")
+        if not entries and folder.name.isdecimal() and folder.parent.name == "checkpoints":
+            run = folder.parent.parent
+            raise ConfigError(
+                f"{name} is a checkpoint, which is no model yet: jaxrl-llm export --run={run} --step={folder.name} "
+                "--output=FOLDER writes it as one"
+            )
         if url and not entries:
             raise ConfigError(f"model path {name!r} has no config.json: it is not a Hugging Face model folder.")
         return folder

@@ -257,7 +257,8 @@ class Logger:
         if self._screen:
             self._screen.warn(message)
         else:
-            print(f"process {jax.process_index()}: warning: {message}", file=sys.stderr, flush=True)
+            which = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
+            print(f"{which}warning: {message}", file=sys.stderr, flush=True)
 
     def finish(self, seconds: Mapping[str, float], outcome: str = "") -> None:
         """Shows the summary of the run: evaluation before and after, time by phase, files.

@@ -11,6 +11,7 @@ from jaxrl_llm.config import default, eval_set, flat
 from jaxrl_llm.config.schema import KEYS, OFFLINE
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.config.tree import spec_of
+from jaxrl_llm.data.opening import evaluated_on
 from jaxrl_llm.distributed.devices import peak_flops
 from jaxrl_llm.training.checkpoint.object_store import path_of
 from jaxrl_llm.training.checkpoint.orbax_manager import Keep
@@ -69,6 +70,7 @@ def shown_settings(config, given: Mapping[str, str] = MappingProxyType({})) -> d
         section, _, leaf = key.name.rpartition(".")
         value, usual = ((tree[section] if section else tree)[leaf] for tree in (config, defaults))
         applies = section != "rollout" or config.algorithm.name not in OFFLINE
+        applies &= key.name != "data.path" or not config.data.sources  # which take its place
         if value != usual or (key.name in SHOWN_SETTINGS and applies):
             shown[key.name] = masked(key.show(value))
     return shown | in_place(given)
@@ -83,7 +85,8 @@ def metric_names(config) -> MetricNames:
         name, numbers, _ = eval_set(entry)
         samples[name] = numbers.get("samples", samples.get(name, config.eval.samples))
     c = config.algorithm
-    return verl_names(c.kl_in_reward, c.reward_beta > 0, config.data.eval_path or config.data.path, samples)
+    paths, _ = evaluated_on(flat(config.to_dict()))
+    return verl_names(c.kl_in_reward, c.reward_beta > 0, "+".join(paths) or config.data.path, samples)
 
 
 def health_spec(config) -> HealthSpec:

@@ -220,7 +220,7 @@ def test_without_console_only_warnings_are_shown(tmp_path, capsys):
         captured = capsys.readouterr()
         assert captured.out == captured.err == ""
         logger.warn("a warning")
-    assert capsys.readouterr().err == "process 0: warning: a warning\n"
+    assert capsys.readouterr().err == "warning: a warning\n"
 
 
 def test_lines_are_spaced_by_steps_or_by_time(monkeypatch):
@@ -395,6 +395,8 @@ def test_settings_shown():
     config = default()
     config.algorithm.name = "sft"
     assert "rollout.group_size" not in shown_settings(config)
+    config.data.sources = ("a.jsonl",)  # in the place of data.path
+    assert "data.path" not in shown_settings(config)
     shown = logging_spec(config, {"train_dataset": "64 rows in memory", "rewards": "mine"}).settings
     assert (shown["data.path"], shown["rewards.functions"]) == ("64 rows in memory", "mine")
 

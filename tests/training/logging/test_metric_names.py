@@ -45,6 +45,16 @@ def test_a_run_has_trls_names(tiny_run):
     assert lines[1].keys() >= TRL_GRPO
 
 
+def test_verls_names_of_what_is_evaluated_on():
+    """`data.path` has a default, and sources take its place."""
+    config = default()
+    config.logging.names, config.eval.fraction = "verl", 0.1
+    for name in ("task:sort", "a.jsonl+b.jsonl", "c.jsonl"):
+        assert metric_names(config).shown("eval/accuracy") == f"val-core/{name}/acc/mean@4"
+        config.data.eval_path = "c.jsonl" if config.data.sources else None
+        config.data.sources = ("a.jsonl", {"path": "b.jsonl", "weight": 2})
+
+
 @pytest.mark.slow
 def test_verls_names_in_the_records_only(root, tmp_path):
     config = load_config_file(f"{root / 'configs/grpo.py'}:tiny")
