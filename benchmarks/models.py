@@ -292,9 +292,9 @@ difference.
   of Granite, OLMoE, Gemma 3n and 4, Llama 4, ERNIE 4.5, LFM2 and 3, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo
   Hybrid, Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open, nanochat,
   VaultGemma, DBRX, Mamba, Bamba, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam, DeepSeek-V3.2 and
-  V4, Hunyuan 3, Mellum, Command A+, MiMo-V2, Laguna, Apertus 1.5, Mistral Large 4, Ling 3, LongCat-Flash, Kolibri,
-  MiniMax-M3 and the mixtures of experts of Qwen3.5, GLM and Granite. Step heads of GPT-2, GPT-J, GPT-Neo, StarCoder 1,
-  Pythia, Falcon, BLOOM and MPT are refused: their classes have other names, or there are none.
+  V4, Hunyuan 3, Mellum, Command A+, MiMo-V2, Laguna, Apertus 1.5, Mistral Large 4, Ling 3, LongCat-Flash, Step 3.5,
+  Kolibri, MiniMax-M3 and the mixtures of experts of Qwen3.5, GLM and Granite. Step heads of GPT-2, GPT-J, GPT-Neo,
+  StarCoder 1, Pythia, Falcon, BLOOM and MPT are refused: their classes have other names, or there are none.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
 ## What is computed
@@ -419,11 +419,13 @@ difference.
 - Experts beside a layer of two halves, each latent attention and a dense feed-forward (LongCat-Flash): they read what
   the first half's feed-forward reads, and are added behind the second one. Some of them compute nothing, and give a
   token as it is (`zero_expert_num`): they take part in the balance of experts, and have no matrices. The class of
-  transformers has unused ones, which it misses in files without them, such as exports: vLLM reads these.
-- Gates on the output of attention, for each number (Qwen3-Next, Trinity) or each head (LFM3, Laguna, Ling 3), by a
-  sigmoid or a softplus (Laguna).
-- Layers without a window that have another number of heads (Laguna) or of key/value heads (MiMo-V2, Gemma 4) than those
-  with one, and values smaller than keys (MiMo-V2), whose decode steps take no kernel on GPUs.
+  transformers 5 has unused ones of theirs, and refuses files without them, as exports are.
+- Gates on the output of attention, for each number (Qwen3-Next, Trinity) or each head (LFM3, Laguna, Step 3.5, Ling 3),
+  by a sigmoid or a softplus (Laguna).
+- Layers without a window that have another number of heads (Laguna, Step 3.5) or of key/value heads (MiMo-V2, Gemma 4)
+  than those with one, and values smaller than keys (MiMo-V2), whose decode steps take no kernel on GPUs.
+- Gates that are clipped behind their activation, and ups, in some layers, of experts (`swiglu_limits`) and of other
+  feed-forwards (`swiglu_limits_shared`): Step 3.5 Flash. Layers that are clipped otherwise are stacks of their own.
 - Attention sinks (gpt-oss, Granite with windows, MiMo-V2): on NVIDIA GPUs, in 16 bits, by cuDNN and the kernel of
   decode steps, elsewhere by `xla`; `flash` and `splash` have none and are refused.
 - Soft caps on attention scores and logits, wherever logits are formed. `model.fp32_head` forms them in float32.
@@ -441,18 +443,20 @@ difference.
 - Of `gemma3n` and `apertus1p5` the text part alone, as of `llama4`: their encoders of images and sound are not read.
   Codes of images and sound are tokens of Apertus 1.5 too, which its head does not predict (`output_vocab_size`): they
   are read, and never sampled.
-- Of `llama4`, which reads images too, the text part alone: a folder of its is read as a `llama4_text`, rows with images
-  are refused, and the export is a model of that type, without the other parts. Adapters are named as in that type's
-  class. So is a `gemma4`, a `gemma4_unified` (Gemma 4 12B) or a `kimi_k25` without a `vision_config`; of one that has
-  it images are read, and Gemma's part for sound is not: the export has none (`audio_config` is null).
+- Of `llama4` and `step3p7`, which read images too, the text part alone: a folder of theirs is read as a `llama4_text`
+  or a `step3p5`, rows with images are refused, and the export is a model of that type, without the other parts.
+  Adapters are named as in that type's class. So is a `gemma4`, a `gemma4_unified` (Gemma 4 12B) or a `kimi_k25` without
+  a `vision_config`; of one that has it images are read, and Gemma's part for sound is not: the export has none
+  (`audio_config` is null).
 - Mixtures of experts, with a shared expert where the family has one (Qwen2-MoE, ERNIE 4.5, Hunyuan), routers of softmax
   or sigmoid or the root of a softplus, corrected or not, or a table with the experts of each token of the vocabulary
   (the first layers of DeepSeek-V4, which therefore takes no new tokens), and weights of their outputs or, in Llama 4,
   their inputs: no token is dropped. Tokens are sorted by expert and multiplied in groups; every expert computes every
-  token on CPUs where a token uses more than a fourth of them, and on GPUs without Triton
-  ([what it saves](performance.md#mixtures-of-experts)). Checkpoints are read with each expert's matrices apart or
-  stacked, and written as on the hub: apart, of Gemma 4, Llama 4, Qwen3-VL and gpt-oss stacked, and of DBRX as rows of
-  one matrix. PEFT has no adapters of these, nor of LongCat-Flash's. gpt-oss's are read from MXFP4 too, as the numbers
+  token on CPUs where a token uses more than a fourth of them, and on GPUs without Triton ([what it
+  saves](performance.md#mixtures-of-experts)). Checkpoints are read with each expert's matrices apart or stacked, and
+  written as on the hub: apart, of Gemma 4, Llama 4, Qwen3-VL and gpt-oss stacked, and of DBRX as rows of one matrix.
+  PEFT has no adapters of these, nor of LongCat-Flash's, and misses those of Mistral Large 4's experts and shared
+  experts as it reads a folder, its own too: take the merged model. gpt-oss's are read from MXFP4 too, as the numbers
   that they stand for, so that they can be trained, or [kept in it](adapters.md#quantised-experts) under adapters, and
   written as floats. `model.router_aux_loss_coef` and `model.freeze_router` are in docs/configuration.md. Phi-3.5-MoE's
   experts are weighted one after another (SparseMixer, arXiv 2409.12136) as it is evaluated; in training transformers
@@ -530,8 +534,7 @@ ones run in one scan. `tests/models/mixers/test_mixer.py` has a recurrent one, a
 
 Not supported: the vision part of Llama 4, sound and videos, checkpoints quantized otherwise, texts that are read in
 both directions (but PaliGemma's prompts), Falcon's ALiBi (Falcon-RW), a scale of attention for each layer
-(`scale_attn_by_inverse_layer_idx`), hyper-connections (Hunyuan 4), and gates clipped behind
-their activation (Step 3.5).
+(`scale_attn_by_inverse_layer_idx`), hyper-connections (Hunyuan 4).
 """
 
 EXAMPLE = '''"""Helium (Kyutai): Llama's shape, with neighbouring dimensions of a head rotated together."""

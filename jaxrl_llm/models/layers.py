@@ -237,15 +237,22 @@ def gated(config, gate, up):
     `activation(up)`.
 
     With a `swiglu_limit` both are clipped, and it is `gate * sigmoid(swiglu_alpha * gate) * (up + swiglu_offset)`,
-    gpt-oss's; with an alpha of 1 and no offset that is `silu(gate) * up` of the clipped ones.
+    gpt-oss's; with an alpha of 1 and no offset that is `silu(gate) * up` of the clipped ones. With an `expert_clip` it
+    is `clipped` to that.
     """
     if gate is None:
         return ACTIVATIONS[config.activation](up)
     if config.swiglu_limit is None:
-        return ACTIVATIONS[config.activation](gate) * up
+        return clipped(ACTIVATIONS[config.activation](gate), up, config.expert_clip)
     gate = jnp.minimum(gate, config.swiglu_limit)
     up = jnp.clip(up, -config.swiglu_limit, config.swiglu_limit)
     return gate * jax.nn.sigmoid(config.swiglu_alpha * gate) * (up + config.swiglu_offset)
+
+
+def clipped(gate, up, clip: float):
+    """`gate * up` of gates behind their activation, which are at most `clip`, and ups within +- that; of all where it
+    is 0."""
+    return jnp.minimum(gate, clip) * jnp.clip(up, -clip, clip) if clip else gate * up
 
 
 class XIELU(nnx.Module):
@@ -284,10 +291,13 @@ class FeedForward(nnx.Module):
         # Standard deviations from the mean behind which that share of a normal distribution is.
         self.cutoff = statistics.NormalDist().inv_cdf(config.ffn_sparsity) if config.ffn_sparsity else None
         self.clipped = config if config.swiglu_everywhere else None
+        self.clip = config.ffn_clip
 
     def __call__(self, x):
         if self.gate is None:
             hidden = self.activation(self.up(x))
+        elif self.clip:
+            hidden = clipped(self.activation(self.gate(x)), self.up(x), self.clip)
         elif self.clipped is not None:
             hidden = gated(self.clipped, self.gate(x), self.up(x))
         elif self.cutoff is not None:  # of Gemma 3n

@@ -4,6 +4,7 @@ Layers are a tuple of kinds (`layer_configs`). Layers whose parameters have the 
 consecutive layers of one stack are a run that one program computes in a scan (`layer_runs`).
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -181,6 +182,9 @@ class ModelConfig:
     swiglu_limit: float | None = None  # of gate and up of experts; see layers.gated
     swiglu_alpha: float = 1.702
     swiglu_offset: float = 1.0  # added to up
+    expert_clip: float = 0.0  # of gates of experts behind their activation, and of up; 0: they are not clipped
+    ffn_clip: float = 0.0  # of those of other feed-forwards
+    layer_clips: tuple[tuple[float, float], ...] = ()  # both, of each layer; (): those
     swiglu_everywhere: bool = False  # those of dense feed-forwards and shared experts too
     normalize_top_k: bool = False
     top_k_epsilon: float = 0.0  # added to the sum that the chosen weights are divided by
@@ -300,6 +304,8 @@ class ModelConfig:
                 shares = self.latent_sources[layer]
             if self.sparse_layers and layer not in self.sparse_layers:
                 fields["ffn_sparsity"] = 0.0
+            if self.layer_clips:
+                fields |= dict(zip(("expert_clip", "ffn_clip"), self.layer_clips[layer], strict=True))
             if self.hash_layers:
                 hashed = layer in self.hash_layers
                 fields |= {"router_correction": False} if hashed else {"hash_layers": ()}
@@ -343,11 +349,14 @@ class ModelConfig:
         in `shared_latent_layers` those without an indexer, where others have one, and in `reading_latent_layers` those
         that read the latents of others. `unrotated_` is before the names of those without rotary positions, where they
         have `unrotated_fields`.
+        `clipped1_` and so on are before the names of those whose `layer_clips` are others than those of most.
         `sparse_` is before the names of those with an `ffn_sparsity` that others lack, `hash_` of those whose experts
         are in a table, `ngrams0_` and so on of each layer that adds n-grams (whose tables have other sizes), and
         `group1_` and so on of those that other groups of layers have (`layer_groups`).
         """
         found: dict[str, tuple[int, ...]] = {}
+        counts = collections.Counter(self.layer_clips)
+        clips = sorted(counts, key=lambda clip: (-counts[clip], clip))
         for layer, kind in enumerate(self.layer_configs):
             name = "layers" if kind.mixer.path == Attention.path else f"{kind.mixer.path}_layers"
             name = f"full_{name}" if self.full_fields and kind.window is None else name
@@ -358,6 +367,8 @@ class ModelConfig:
             name = f"sparse_{name}" if layer in self.sparse_layers and len(self.sparse_layers) < self.layers else name
             name = name if kind.ngrams is None else f"ngrams{kind.ngrams}_{name}"
             name = f"hash_{name}" if layer in self.hash_layers else name
+            if number := clips.index(self.layer_clips[layer]) if self.layer_clips else 0:
+                name = f"clipped{number}_{name}"
             if kind.bare:
                 name = f"bare_{name}"
             elif self.experts and not kind.experts:

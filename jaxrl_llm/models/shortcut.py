@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.models.block import Block, normed
+from jaxrl_llm.models.layers import FeedForward
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, LayerConfig, Mixer
 from jaxrl_llm.models.model_config import ModelConfig
@@ -40,6 +41,7 @@ class Half(Block):
         mixed, cache = mix(self.mixer, normed(self.input_norm, x))
         x = self._summed(functools.partial(jnp.add, x), mixed, None)
         read = normed(self.post_attention_norm, x)
+        assert isinstance(self.mlp, FeedForward)
         out = tiled_mlp(self.mlp, read, self.mlp_tile_tokens)
         return self._summed(functools.partial(jnp.add, x), out, None), read, cache
 

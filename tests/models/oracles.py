@@ -122,11 +122,19 @@ from transformers import (
     SolarOpenConfig,
     StableLmConfig,
     Starcoder2Config,
+    Step3p7TextConfig,
     VaultGemmaConfig,
     YoutuConfig,
 )
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.longcat_flash import modeling_longcat_flash
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
+from transformers.models.step3p7.modeling_step3p7 import Step3p7PreTrainedModel, Step3p7TextModel
 
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.files.safetensors import Stored
@@ -149,6 +157,29 @@ class RoutedExperts(LongcatFlashExperts):
 
 
 modeling_longcat_flash.LongcatFlashExperts = RoutedExperts
+
+
+class Step3p5ForCausalLM(Step3p7PreTrainedModel, GenerationMixin):
+    """The text part of Step 3.7 with a head, of which transformers has no class."""
+
+    config: Step3p7TextConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = Step3p7TextModel(config)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+        self.model.embed_tokens.padding_idx = None  # whose embedding would have no gradient
+
+    def forward(self, input_ids=None, logits_to_keep=0, **arguments):
+        out = self.model(input_ids=input_ids, **arguments)
+        return MoeCausalLMOutputWithPast(logits=self.lm_head(out.last_hidden_state), cache=out.cache)
+
+
+AutoModelForCausalLM.register(Step3p7TextConfig, Step3p5ForCausalLM, exist_ok=True)
+# Names in StepFun's files, as the whole model's are converted, but for those of its parts.
+OF_STEP = [x for x in get_checkpoint_conversion_mapping("step3p7") if re.search("moe|share", str(x.source_patterns))]
+register_checkpoint_conversion_mapping("step3p5", OF_STEP, overwrite=True)
 VOCAB = 97
 WINDOW = 5  # shorter than the documents of the tests
 SHAPE: dict[str, Any] = {
@@ -666,6 +697,22 @@ VARIANTS = {
         },
         vision_config=SMALL_PIXTRAL, image_token_index=90, multimodal_projector_bias=True,
     ),
+    "step3p5": lambda: Step3p7TextConfig(
+        **SHAPE | {"num_hidden_layers": 4, "pad_token_id": 1}, head_dim=8, num_experts_per_tok=2, n_routed_experts=4,
+        moe_intermediate_size=16, share_expert_dim=20, sliding_window=WINDOW, num_sliding_attention_heads=8,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"], swiglu_limits=[None, None, 0.3, 0.5],
+        swiglu_limits_shared=[0.3, None, 0.4, None], moe_router_scaling_factor=1.5,
+        rope_parameters={
+            "full_attention": YARN_ROPE | {"partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    ),
+    "step3p5-full": lambda: Step3p7TextConfig(
+        **SHAPE | {"pad_token_id": 1}, head_dim=16, num_experts_per_tok=2, n_routed_experts=4, moe_intermediate_size=16,
+        share_expert_dim=20, attention_bias=True, mlp_bias=True, query_pre_attn_scalar=7,
+        mlp_layer_types=["sparse", "dense"], sliding_window=WINDOW,
+    ),
     "longcat_flash": lambda: LongcatFlashConfig(
         **SMALL_LONGCAT, n_routed_experts=6, zero_expert_num=3, moe_topk=3,
         rope_parameters=YARN_ROPE | {"mscale_all_dim": 1.0},
@@ -820,9 +867,9 @@ VARIANTS = {
 }  # fmt: skip
 # Buffers of routers and layers, which no gradient trains.
 UNTRAINED = (
-    "e_score_correction_bias", "expert_bias", "layer_scalar", "act_fn.beta", "act_fn.eps", "std_bias", "std_scale",
-    "_min", "_max", "indexer.wq_b.weight", "indexer.wk.weight", "indexer.k_norm.weight", "indexer.k_norm.bias",
-    "indexer.weights_proj.weight", "indexer.q_input_norm.weight", "indexer.q_input_norm.bias",
+    "moe.router_bias", "e_score_correction_bias", "expert_bias", "layer_scalar", "act_fn.beta", "act_fn.eps",
+    "std_bias", "std_scale", "_min", "_max", "indexer.wq_b.weight", "indexer.wk.weight", "indexer.k_norm.weight",
+    "indexer.k_norm.bias", "indexer.weights_proj.weight", "indexer.q_input_norm.weight", "indexer.q_input_norm.bias",
     "indexer.ssmax_scaling.s", "indexer.ssmax_scaling.b", "indexer.softmax_scaling.scale",
     "indexer.softmax_scaling.bias", "indexer.index_qk_proj.weight", "indexer.q_layernorm.weight",
     "indexer.k_layernorm.weight", *(f"indexer.compressor.{x}" for x in ("wkv.weight", "wgate.weight", "ape")),
@@ -840,8 +887,8 @@ NO_CLASSIFIER = (  # of which transformers has none
     "gemma4_unified_text", "exaone_moe", "granite_swa", "granitemoe_swa", "youtu", "internlm3", "hyperclovax",
     "iquestcoder", "sarvam_moe", "sarvam_mla", "deepseek_v32", "glm_moe_dsa", "hy_v3", "mellum", "cohere2_moe",
     "mimo_v2_flash", "laguna", "apertus1p5_text", "bailing_hybrid", "kolibri1",
-    "minimax_m3_vl_text", "mistral_large4", "longcat_flash", "bamba", "mamba", "falcon_mamba", "mamba2", "dbrx",
-    "qwen4_exp_text", "deepseek_v4",
+    "minimax_m3_vl_text", "mistral_large4", "longcat_flash", "step3p5", "bamba", "mamba", "falcon_mamba", "mamba2",
+    "dbrx", "qwen4_exp_text", "deepseek_v4",
 )  # fmt: skip
 # Families whose nets another describes too.
 ALIKE = {
@@ -968,6 +1015,10 @@ OWN_NAMES = {  # of modules in transformers, and in files
         ),
     ],
     "mimo_v2_flash": [("self_attn.sinks", "self_attn.attention_sink_bias")],
+    "step3p5": [
+        ("mlp.gate.weight", "moe.gate.weight"), ("mlp.gate.e_score_correction_bias", "moe.router_bias"),
+        ("mlp.shared_experts", "share_expert"), ("mlp.experts.down_proj", "moe.down_proj.weight"),
+    ],
     "phimoe": [("mlp.router.", "mlp.gate.")],
     "exaone_moe": [("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias")],
     "kolibri1": [
@@ -1010,6 +1061,10 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             if part[0] == "q_proj":
                 names = [name.replace("attention.", "self_attn.").replace("q_proj", f"{own}_proj") for own in "qkv"]
                 found[name.replace("q_proj", "query_key_value")] = np.concatenate([arrays[own] for own in names])
+            continue
+        if family == "step3p5" and name.endswith("gate_up_proj"):
+            names = (name.replace("mlp.experts.gate_up_proj", f"moe.{half}_proj.weight") for half in ("gate", "up"))
+            found |= zip(names, np.split(x, 2, axis=1), strict=True)
             continue
         if family in ("kimi_linear", "olmo_hybrid", "bailing_hybrid"):
             name = _name_in_files(oracle, name)

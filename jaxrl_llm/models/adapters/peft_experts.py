@@ -20,7 +20,10 @@ FACTOR = re.compile(r"\.experts(\.base_layer)?\.lora_[AB]\.weight$")  # the end 
 SWAPPED = ("llama4_text",)
 # Families with linear maps gate_proj, up_proj and down_proj beside experts, which PEFT 0.21 takes for theirs where
 # target_modules names them, as it does in every model that transformers 5 reads as a qwen2_moe.
-MISREAD = ("afmoe", "deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "qwen3_moe", "qwen3_next")
+MISREAD = (
+    "afmoe", "deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "longcat_flash", "qwen3_moe",
+    "qwen3_next",
+)  # fmt: skip
 
 
 class Layout(NamedTuple):

@@ -12,11 +12,12 @@ KINDS = {
         "architectures", "layer_types", "mlp_layer_types", "mlp_only_layers", "no_rope_layers", "moe_layers",
         "full_attn_idxs", "layers_block_type", "time_step_limit", "activation_sparsity_pattern",
         "fullatt_block_indexes", "deepstack_visual_indexes", "indexer_types", "mrope_section",
-        "supported_aspect_ratios", "kv_source_layers", "compress_ratios",
+        "supported_aspect_ratios", "kv_source_layers", "compress_ratios", "swiglu_limits", "swiglu_limits_shared",
+        "partial_rotary_factors",
     ),
     (dict, "an object"): (
         "rope_parameters", "rope_scaling", "per_layer_config", "quantization_config", "text_config", "vision_config",
-        "linear_attn_config", "compress_rates",
+        "linear_attn_config", "compress_rates", "attention_other_setting",
     ),
     (str, "a text"): (
         "model_type", "hidden_act", "hidden_activation", "activation", "activation_function", "hybrid_override_pattern",

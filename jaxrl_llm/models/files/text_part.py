@@ -16,7 +16,9 @@ WHOLES = {
     "gemma4_unified": ("gemma4_unified_text",),
     "kimi_k25": ("deepseek_v3", "kimi_k2"),
     "llama4": ("llama4_text",),
+    "step3p7": ("step3p5",),
 }
+ANY_TEXT = ("step3p7",)  # whose text part may have any model_type, which transformers does not read
 READ = ("gemma4", "gemma4_unified", "kimi_k25")
 SHARED = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id")
 # How names begin in files of the whole, and in those of its text part alone.
@@ -25,6 +27,7 @@ PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "lm_head.": "lm_head.",
+    **{name: name for name in ("model.embed_tokens.", "model.layers.", "model.norm.")},
 }
 
 
@@ -37,6 +40,8 @@ def entries_of(config: dict[str, Any]) -> dict[str, Any]:
     if families is None or (config["model_type"] in READ and config.get("vision_config") is not None):
         return config
     text = config.get("text_config")
+    if config["model_type"] in ANY_TEXT and isinstance(text, dict):
+        text = text | {"model_type": families[0]}
     if not isinstance(text, dict) or text.get("model_type", families[0]) not in families:
         refuse("text_config", text, f"the entries of a {' or '.join(families)} model")
     own = {name: x for name, x in text.items() if name not in ("architectures", "_name_or_path")}

@@ -15,6 +15,8 @@ from transformers import (
     Gemma4UnifiedForConditionalGeneration,
     Llama4Config,
     Llama4ForConditionalGeneration,
+    Step3p7Config,
+    Step3p7ForConditionalGeneration,
 )
 
 from jaxrl_llm.config import ConfigError
@@ -44,6 +46,12 @@ def whole(kind: str):
         config = Gemma4Config(text_config=text, vision_config=None, audio_config=None, **ids)
         model = Gemma4ForConditionalGeneration(config)
         return model, lambda tokens: model(tokens).logits
+    if kind == "step3p7":
+        text = VARIANTS["step3p5"]().to_dict()
+        model = Step3p7ForConditionalGeneration(
+            Step3p7Config(vision_config=VISION, text_config=text, image_token_id=92)
+        )
+        return model, lambda tokens: model(tokens).logits
     sizes = dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 16)
     text = VARIANTS["llama4_text"]().to_dict()
     config = Llama4Config(vision_config=VISION | sizes, text_config=text, image_token_index=92)
@@ -51,7 +59,7 @@ def whole(kind: str):
     return model, lambda tokens: model.language_model(tokens).logits
 
 
-@pytest.mark.parametrize("kind", variants(["gemma4", "gemma4_unified", "llama4"], quick=("llama4",)))
+@pytest.mark.parametrize("kind", variants(["gemma4", "gemma4_unified", "llama4", "step3p7"], quick=("llama4",)))
 def test_the_text_part_computes_as_in_the_whole(tmp_path, kind):
     oracle, logits = whole(kind)
     oracle.eval().save_pretrained(tmp_path / "whole")
@@ -63,7 +71,7 @@ def test_the_text_part_computes_as_in_the_whole(tmp_path, kind):
     alone = AutoModelForCausalLM.from_pretrained(tmp_path / "text", attn_implementation="eager").eval()
     with torch.no_grad():
         np.testing.assert_allclose(alone(torch.tensor(TOKENS)).logits.numpy(), model(TOKENS), atol=2e-5)
-    assert alone.config.model_type == f"{kind}_text"
+    assert alone.config.model_type == ("step3p5" if kind == "step3p7" else f"{kind}_text")
     np.testing.assert_array_equal(load_model(tmp_path / "text")(TOKENS), model(TOKENS))
 
 
