@@ -149,6 +149,9 @@ VISION_FILES = {
     "glm4v_moe": ("families/glm4v_moe.py", "families/glm4_moe.py families/glm4v.py, and its"),
     "glm46v": ("families/glm46v.py", "families/glm4v.py, and its"),
     "glm_ocr": ("families/glm_ocr.py", "families/glm4v.py, and its"),
+    "glm5_next": (
+        "families/glm5_next.py", "families/glm5_next_text.py families/glm_ocr.py families/llava.py, and theirs",
+    ),
     "exaone4_5": ("families/exaone4_5.py", "families/exaone4.py families/qwen2_5_vl.py families/llava.py, and theirs"),
     "video_llama_3": (
         "families/video_llama_3.py",
@@ -303,10 +306,10 @@ difference.
   (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`), also one set for each type of layer (Gemma 3 and 4, OLMo 3,
   Mellum, Laguna), a part of each head (Phi-1 to 3, Pythia, StableLM, Nemotron-4, MiMo-V2), neighbouring dimensions
   together (GLM, ERNIE 4.5, Command R, GPT-J), a base that is stretched by an `alpha` (Hunyuan), and layers without
-  (SmolLM3, Llama 4, EXAONE 4.0, Trinity, Command A, Nemotron, Kolibri, Kimi Linear, and OLMo Hybrid where its base is
-  null or left out: its authors mean none by both, and transformers takes 10000 where it is left out). With `dynamic`,
-  rows longer than `max_position_embeddings` are scored and trained on, but not sampled; so are those longer than
-  `original_max_position_embeddings` with `longrope` (Phi-3-mini-128k, Phi-3.5-mini and Phi-4-mini: 4096), whose
+  (SmolLM3, Llama 4, EXAONE 4.0, Trinity, Command A, Nemotron, Kolibri, Kimi Linear, GLM-5.3, and OLMo Hybrid where its
+  base is null or left out: its authors mean none by both, and transformers takes 10000 where it is left out). With
+  `dynamic`, rows longer than `max_position_embeddings` are scored and trained on, but not sampled; so are those longer
+  than `original_max_position_embeddings` with `longrope` (Phi-3-mini-128k, Phi-3.5-mini and Phi-4-mini: 4096), whose
   documents are each rotated by their own length. With the numbers of `long_factor` as those of `short_factor` too, rows
   of any length are sampled, as in vLLM. Of both blocks in a config.json `rope_scaling` is read, as in transformers;
   `model.overrides` changes the one that the model has, and the export says so. A number that nothing is computed of is
@@ -318,10 +321,10 @@ difference.
   in training, prefill and decoding. Rows longer than a chunk need a mask, so `flash` is refused. Layers without rotary
   positions scale queries by their position in the document (`attn_temperature_tuning`); transformers counts padding on
   the left too.
-- Latent attention (DeepSeek-V2 and V3, Moonlight, Kimi-K2, Kimi Linear, Youtu-LLM, Sarvam 105B, Ling 3, LongCat-Flash):
-  the cache of a token is its latent, `kv_lora_rank + qk_rope_head_dim` numbers per layer, and decoding reads nothing
-  else. The router's groups, scores and correction (`e_score_correction_bias`) are all computed; training keeps the
-  correction as it is, in fp32 whatever `model.param_dtype`, and in exports of 16 bits too. Layers for multi-token
+- Latent attention (DeepSeek-V2 and V3, Moonlight, Kimi-K2, Kimi Linear, Youtu-LLM, Sarvam 105B, Ling 3, LongCat-Flash,
+  GLM-5.3): the cache of a token is its latent, `kv_lora_rank + qk_rope_head_dim` numbers per layer, and decoding reads
+  nothing else. The router's groups, scores and correction (`e_score_correction_bias`) are all computed; training keeps
+  the correction as it is, in fp32 whatever `model.param_dtype`, and in exports of 16 bits too. Layers for multi-token
   prediction are left out. `glm4_moe` is GLM-4.5 to 4.7, which has these experts, as `dots1` has, and `glm4_moe_lite`
   GLM-4.7-Flash, which has the attention too. Folders of the type `kimi_k2` are DeepSeek-V3's in form: they are read and
   exported as a `deepseek_v3`.
@@ -334,6 +337,14 @@ difference.
   two of each head, which are trained, in Mistral Large 4 (`softmax_scaling`), whose rotary frequencies have a trained
   factor each too (`rotary_emb.alpha`). Both are computed in fp32, as its routers are, and `alpha` and the routers'
   matrices stored so whatever `model.param_dtype`.
+- Sparse attention to pools (GLM-5.3-Flash): the indexer rates pools of `index_kpool` tokens, each by a weighted sum of
+  its tokens' keys, and a token attends to the `index_topk` tokens of the best pools that are complete with it, and to
+  the tokens behind the last complete one; one that completes a pool may so not see itself. Pools are counted from the
+  start of a document, and decoding rates those of the prompt without reading its tokens again. Rows of a group share no
+  prefix. transformers has no class for the text part alone: it is `glm5_next_text` here, as which a net without a
+  vision part is exported.
+- Hyper-connections (DeepSeek-V4, GLM-5.3): streams of hidden states, and the weights by which layers read, mix and
+  write them, with `hc_sinkhorn_iters` steps of Sinkhorn and Knopp, in fp32.
 - Attention to blocks (MiniMax-M3): each key/value head sees the `index_topk_blocks` blocks of `index_block_size` tokens
   that its indexer rates best, the latest `index_local_blocks` among them, in training, prefill and decoding. Blocks are
   counted from the start of a document, where transformers counts them from the start of a row: padding on the left

@@ -253,8 +253,8 @@ KEYS = (
         "trained model keeps them. Qwen-VL, GLM-V, EXAONE 4.5, VideoLLaMA 3, LFM3-VL and MiniMax-M3: min_pixels, "
         "max_pixels; Idefics3 and SmolVLM: longest_edge, do_image_splitting; Mistral 3, Pixtral and LightOnOCR: "
         "longest_edge; InternVL and Aya Vision: min_patches, max_patches; Command A Vision and Kimi K2.5: max_patches; "
-        "Ovis2: crop_to_patches, max_patches; Gemma 4: max_soft_tokens; LFM2-VL: min_image_tokens, max_image_tokens, "
-        "max_tiles, do_image_splitting; Idefics2: do_image_splitting."),
+        "Ovis2: crop_to_patches, max_patches; Gemma 4: max_soft_tokens; GLM-5.3: min_image_tokens, max_image_tokens; "
+        "LFM2-VL: these, max_tiles, do_image_splitting; Idefics2: do_image_splitting."),
     Setting("data.system_prompt", None,
         "System message put before conversations that have none."),
     Setting("data.chat_template", None,

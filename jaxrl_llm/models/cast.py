@@ -86,7 +86,8 @@ def copied_to_decode(params: Params, decoder: Net) -> Params:
 def _in_decoding_dtype(params: Params, decoder: Net) -> Params:
     config = decoder.config
     kept = ("scale", "shift", "log_decay", "log_rates", "step_bias", "skip", "conv_bias", "conv/bias", "sinks")
-    kept += ("weights/proj/kernel", "indexer/proj/kernel", "log_frequencies", "mlp/table", "position_bias")
+    kept += ("weights/proj/kernel", "indexer/proj/kernel", "indexer/places", "log_frequencies")
+    kept += ("mlp/table", "position_bias")
     kept += ("correction", "position/weight", *PARTS)
     kept += tuple(f"activation/{name}" for name in XIELU_NUMBERS)
     if config.router_in_fp32:

@@ -102,9 +102,10 @@ class ModelConfig:
     latent_scales: tuple[float, float] = (1.0, 1.0)  # of queries, and of latents behind their norm
     latent_sources: tuple[int, ...] = ()  # of each layer, the one whose latents it reads; (): its own
     value_head_dim: int = 0  # of other attention too; 0: head_dim
-    index_heads: int = 0  # of sparse attention, as the next three; see sparse_attention.Indexer
+    index_heads: int = 0  # of sparse attention, as the next four; see sparse_attention.Indexer
     index_head_dim: int = 0
     index_top: int = 0  # tokens that a token attends to, at most
+    index_pool: int = 0  # tokens that are rated together and chosen whole; see pooled_latents.py
     index_block: int = 0  # tokens of a block that is chosen whole, as the next one; see block_attention.py
     index_local: int = 0  # blocks that are always chosen, the latest ones
     shared_indexers: tuple[int, ...] = ()  # the layers that attend to what the latest layer with an indexer has chosen

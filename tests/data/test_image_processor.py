@@ -229,11 +229,13 @@ OPTIONS = {
     "pixtral": {"longest_edge": 16}, "glm_ocr": {"max_pixels": 512}, "exaone4_5": {"max_pixels": 256},
     "aya_vision": {"max_patches": 2}, "video_llama_3": {"max_pixels": 256, "min_pixels": 64},
     "lighton_ocr": {"longest_edge": 16}, "lfm3_vl": {"max_pixels": 256}, "minimax_m3_vl": {"max_pixels": 256},
-    "deepseek_vl": {}, "ovis2": {"max_patches": 2},
+    "deepseek_vl": {}, "ovis2": {"max_patches": 2}, "glm5_next": {"max_image_tokens": 6},
 }  # fmt: skip
 # Of families whose images are rows of patches.
 ROWS = {
-    **dict.fromkeys(("glm4v", "glm_ocr", "exaone4_5", "lfm3_vl", "minimax_m3_vl"), PatchRowsConfig(patch_size=4)),
+    **dict.fromkeys(
+        ("glm4v", "glm_ocr", "glm5_next", "exaone4_5", "lfm3_vl", "minimax_m3_vl"), PatchRowsConfig(patch_size=4)
+    ),
     "video_llama_3": PatchRowsConfig(patch_size=8, frames=0, merge=1),
 }  # fmt: skip
 
@@ -269,7 +271,7 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(tmp_path, family,
         **dict.fromkeys(("mistral3", "pixtral"), written_of_pixtral),
         "lighton_ocr": lambda made: LightOnOcrProcessor.replace_image_token(lighton, made, 0),
         "aya_vision": lambda made: AyaVisionProcessor.replace_image_token(AYA, made, 0),
-        **dict.fromkeys(("glm4v", "glm_ocr"), framed),
+        **dict.fromkeys(("glm4v", "glm_ocr", "glm5_next"), framed),
         "exaone4_5": lambda made: Exaone4_5_Processor.replace_image_token(qwen, made, 0),
         "lfm3_vl": lambda made: Lfm3VlProcessor.replace_image_token(glm, made, 0),
         "deepseek_vl": lambda made: DeepseekVLProcessor.replace_image_token(deepseek, made, 0),
@@ -558,6 +560,7 @@ def test_options_over_those_of_an_idefics3(idefics3, tmp_path, options):
         ({"model_type": "mistral3"}, {"longest_edge": 0}, "longest_edge=0; give an integer from 1"),
         ({"model_type": "gemma4"}, {"max_soft_tokens": 71}, "max_soft_tokens=71; give 70, 140, 280, 560, 1120"),
         ({"model_type": "lfm2_vl"}, {"max_image_tokens": 63}, "min_image_tokens = 64 is above max_image_tokens = 63"),
+        ({"model_type": "glm5_next"}, {"max_image_tokens": 9}, "min_image_tokens = 16 is above max_image_tokens = 9"),
         ({"model_type": "lfm2_vl"}, {"max_tiles": 1}, "cut are 2 tiles at least; do_image_splitting=False"),
     ],
 )

@@ -16,6 +16,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm5_next.image_processing_pil_glm5_next import Glm5NextImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
@@ -86,6 +87,18 @@ PARTS: dict[str, dict[str, Any]] = {
         "architectures": ["GlmOcrForConditionalGeneration"],
         "text_config": {"model_type": "glm_ocr_text", **GLM_TEXT},
         "vision_config": {name: x for name, x in GLM_ENCODER.items() if name != "image_size"},
+    },
+    "glm5_next": {
+        "architectures": ["Glm5NextForConditionalGeneration"],
+        "text_config": {
+            "model_type": "glm5_next_text", **TEXT, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 8,
+            "index_kpool": 2, "linear_num_heads": 2, "linear_head_dim": 8, "hc_mult": 2, "hc_sinkhorn_iters": 3,
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+            "layer_types": ["linear_attention", "indexed_attention"], "mlp_layer_types": ["dense", "sparse"],
+        },
+        "vision_config": {name: x for name, x in GLM_ENCODER.items() if name != "image_size"}
+        | {"projection_intermediate_size": 28},
     },
     "exaone4_5": {
         "architectures": ["Exaone4_5_ForConditionalGeneration"],
@@ -265,6 +278,7 @@ TOKENS = {
     "glm4v_moe": GLM_TOKENS,
     "glm46v": GLM_TOKENS,
     "glm_ocr": GLM_TOKENS,
+    "glm5_next": GLM_TOKENS,
     "exaone4_5": ["<|image_pad|>", "<|video_pad|>", "<vision>", "</vision>", "[|endofturn|]"],
     "video_llama_3": ["<|image_pad|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>"],
     "kimi_k25": [
@@ -300,6 +314,7 @@ ENDS = {
     "gemma4": "<turn|>", "lfm2_vl": "<|im_end|>", "llava": "</s>", "llava_next": "</s>", "llava_onevision": "</s>",
     "pixtral": "</s>", "paligemma": "<eos>", "mllama": "<|eot_id|>", "aya_vision": "<|END_OF_TURN_TOKEN|>",
     "cohere2_vision": "<|END_OF_TURN_TOKEN|>", "glm46v": "<|endoftext|>", "glm_ocr": "<|endoftext|>",
+    "glm5_next": "<|endoftext|>",
     "exaone4_5": "[|endofturn|]", "video_llama_3": "<|im_end|>", "gemma4_unified": "<turn|>",
     "kimi_k25": "<|im_end|>", "lighton_ocr": "<|im_end|>", "lfm3_vl": "<|im_end|>",
     "deepseek_vl": "</s>", "minimax_m3_vl": "[e~[", "ovis2": "<|im_end|>",
@@ -360,8 +375,8 @@ FILES = {"lfm2_vl": LFM2_VL, "cohere2_vision": COHERE2_VISION, "kimi_k25": KIMI}
 def template(family: str) -> str:
     """A chat template in the manner of the family."""
     alike = {
-        **dict.fromkeys(("glm4v_moe", "glm46v", "glm_ocr"), "glm4v"), "llava_next": "llava", "llava_onevision": "llava",
-        "pixtral": "mistral3", "gemma4_unified": "gemma4",
+        **dict.fromkeys(("glm4v_moe", "glm46v", "glm_ocr", "glm5_next"), "glm4v"), "llava_next": "llava",
+        "llava_onevision": "llava", "pixtral": "mistral3", "gemma4_unified": "gemma4",
     }  # fmt: skip
     family = alike.get(family, family)
     user, end, assistant = ROLES["aya_vision" if family == "cohere2_vision" else family]
@@ -403,6 +418,8 @@ def processor_of(family: str) -> Any:
         return Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 128, "longest_edge": 512})
     if family == "video_llama_3":
         return VideoLlama3ImageProcessorPil(patch_size=8, size={"shortest_edge": 128, "longest_edge": 512})
+    if family == "glm5_next":
+        return Glm5NextImageProcessorPil(patch_size=4, min_image_tokens=4, max_image_tokens=16)
     return Glm4vImageProcessorPil(patch_size=4, size={"shortest_edge": 256, "longest_edge": 1024})
 
 
@@ -505,7 +522,7 @@ def as_transformers(folder: Path, images: list, ids: np.ndarray) -> dict[str, An
     if family in ("deepseek_vl", "ovis2"):
         made = type(processor_of(family)).from_pretrained(folder)(images, return_tensors="pt")
         return {"pixel_values": made["pixel_values"]}
-    if family in ("exaone4_5", "video_llama_3", "lfm3_vl", "minimax_m3_vl"):
+    if family in ("exaone4_5", "video_llama_3", "lfm3_vl", "minimax_m3_vl", "glm5_next"):
         return dict(type(processor_of(family)).from_pretrained(folder)(images, return_tensors="pt"))
     types = torch.tensor(ids == config["image_token_id"]).int()
     if family == "lfm2_vl":

@@ -19,6 +19,7 @@ from transformers import (
     Gemma4UnifiedConfig,
     Glm4vConfig,
     Glm4vMoeConfig,
+    Glm5NextConfig,
     Glm46VConfig,
     GlmOcrConfig,
     Idefics2Config,
@@ -163,7 +164,7 @@ GRIDS = [(2, 2), (1, 1), (7, 3)]
 ANY_SIZE = (
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "glm4v",
     "glm4v_moe", "glm46v", "glm_ocr", "exaone4_5", "mistral3", "gemma4", "gemma4_unified", "lfm2_vl", "pixtral",
-    "video_llama_3", "kimi_k25", "lighton_ocr", "lfm3_vl", "minimax_m3_vl", "ovis2", "mistral_large4",
+    "video_llama_3", "kimi_k25", "lighton_ocr", "lfm3_vl", "minimax_m3_vl", "ovis2", "mistral_large4", "glm5_next",
 )  # fmt: skip
 UNMERGED = ("pixtral", "gemma4_unified", "video_llama_3")  # of these, those whose patches are tokens
 STILL = (
@@ -277,6 +278,20 @@ VISION = {
         text_config={**SHAPE, "num_attention_heads": 2, "rope_parameters": GLM_ROPE, "model_type": "glm4v_text"},
         vision_config=GLM_ENCODER | {"model_type": "glm4v_vision"},
         **TOKENS,
+    ),
+    "glm5_next": lambda: Glm5NextConfig(
+        text_config={  # of fewer layers, which amplify rounding errors less
+            **VARIANTS["glm5_next_text"]().to_dict(),
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+            "indexer_types": ["full", "full", "shared"],
+            "mlp_layer_types": ["dense", "dense", "sparse"],
+        },
+        vision_config={name: x for name, x in GLM_ENCODER.items() if name != "image_size"}
+        | {"projection_intermediate_size": 28, "swiglu_limit": 0.7},
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=91,
+        **{f"{kind}_{end}_token_id": 92 for kind in ("image", "video") for end in ("start", "end")},
     ),
     "glm_ocr": lambda: GlmOcrConfig(
         text_config={**SHAPE, "head_dim": 16, "rope_parameters": GLM_ROPE},

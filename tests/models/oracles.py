@@ -5,7 +5,7 @@ The tests of families and `python -m benchmarks.models` measure with these.
 
 import functools
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,9 @@ from transformers import (
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    Glm5NextForConditionalGeneration,
+    Glm5NextTextConfig,
+    Glm5NextTextModel,
     GlmConfig,
     GlmMoeDsaConfig,
     GPT2Config,
@@ -132,6 +135,7 @@ from transformers.conversion_mapping import (
 )
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextPreTrainedModel
 from transformers.models.longcat_flash import modeling_longcat_flash
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 from transformers.models.step3p7.modeling_step3p7 import Step3p7PreTrainedModel, Step3p7TextModel
@@ -142,9 +146,30 @@ from jaxrl_llm.rollout.engine import Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.update import add_gradients
 
+
+class Glm5NextForCausalLM(Glm5NextPreTrainedModel, GenerationMixin):
+    """The text part of GLM-5.3-Flash with its head, of which transformers has a class beside the vision part alone."""
+
+    config_class = Glm5NextTextConfig
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    create_masks_for_generate = staticmethod(Glm5NextForConditionalGeneration.create_masks_for_generate)
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = Glm5NextTextModel(config)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids=None, **arguments):
+        """The logits of tokens."""
+        out = self.model(input_ids, **arguments)
+        return MoeCausalLMOutputWithPast(logits=self.lm_head(out.last_hidden_state), cache=out.cache)
+
+
 # Which transformers knows as a part of others alone.
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 AutoModelForCausalLM.register(MistralLarge4Config, MistralLarge4ForConditionalGeneration, exist_ok=True)
+AutoModelForCausalLM.register(Glm5NextTextConfig, Glm5NextForCausalLM, exist_ok=True)
 
 
 class RoutedExperts(LongcatFlashExperts):
@@ -316,6 +341,12 @@ COMPRESSED: dict[str, Any] = {  # of DeepSeek-V4
     "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3},
 }  # fmt: skip
 V4_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+# Of GLM-5.3-Flash: pools of two tokens, of which three are seen beside the latest token.
+KEY_POOLS: dict[str, Any] = {
+    **SPARSE, "qk_rope_head_dim": 0, "index_topk": 6, "index_kpool": 2, "linear_head_dim": 6, "linear_num_heads": 4,
+    "linear_conv_kernel_dim": 3, "hc_mult": 3, "hc_sinkhorn_iters": 4, "num_experts_per_tok": 2, "n_routed_experts": 8,
+    "moe_intermediate_size": 16, "swiglu_limit": 0.5, "rms_norm_eps": 1e-3,
+}  # fmt: skip
 VARIANTS = {
     "llama": lambda: LlamaConfig(**SHAPE),
     "llama3": lambda: LlamaConfig(
@@ -860,6 +891,15 @@ VARIANTS = {
         scoring_func="sigmoid", layer_types=["compressed_sparse_attention", "heavily_compressed_attention"],
         mlp_layer_types=["moe", "moe"], hc_mult=2, hc_sinkhorn_iters=3,
     ),
+    "glm5_next_text": lambda: Glm5NextTextConfig(
+        **SHAPE | {"num_hidden_layers": 5, "num_key_value_heads": 4}, **KEY_POOLS,
+        layer_types=["linear_attention", "full_attention", "indexed_attention", "linear_attention", "full_attention"],
+        indexer_types=["full", "full", "shared", "full", "full"], mlp_layer_types=["dense", "dense", *["sparse"] * 3],
+    ),
+    "glm5_next_text-plain": lambda: Glm5NextTextConfig(
+        **SHAPE | {"num_hidden_layers": 4, "num_key_value_heads": 4}, **KEY_POOLS | {"index_kpool": 3, "hc_mult": 2},
+        linear_lower_bound=None, attention_bias=True, norm_topk_prob=False, tie_word_embeddings=True, n_group=2,
+    ),
     "deepseek_v2-greedy": lambda: DeepseekV2Config(
         **SHAPE | {"num_key_value_heads": 4}, num_experts_per_tok=2, moe_intermediate_size=16, n_routed_experts=8,
         q_lora_rank=None, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
@@ -874,10 +914,11 @@ UNTRAINED = (
     "indexer.softmax_scaling.bias", "indexer.index_qk_proj.weight", "indexer.q_layernorm.weight",
     "indexer.k_layernorm.weight", *(f"indexer.compressor.{x}" for x in ("wkv.weight", "wgate.weight", "ape")),
     "indexer.compressor.norm.weight", "tid2eid", "ffn.gate.bias",
+    "indexer.index_kpool_compress_gate", "indexer.index_kpool_compress_ape",
 )  # fmt: skip
 SHAKEN = (
     "bias", "sinks", "scale", "base", "router.gate.weight", "alpha_p", "alpha_n", "rotary_emb.alpha",
-    "ple.conv1d.weight",
+    "ple.conv1d.weight", "kpool_compress_ape", "kpool_compress_gate",
 )  # fmt: skip
 NO_CLASSIFIER = (  # of which transformers has none
     "granite", "olmoe", "gemma3n_text", "gemma4_text", "qwen3_5_moe_text", "llama4_text", "glm4_moe", "glm4_moe_lite",
@@ -888,7 +929,7 @@ NO_CLASSIFIER = (  # of which transformers has none
     "iquestcoder", "sarvam_moe", "sarvam_mla", "deepseek_v32", "glm_moe_dsa", "hy_v3", "mellum", "cohere2_moe",
     "mimo_v2_flash", "laguna", "apertus1p5_text", "bailing_hybrid", "kolibri1",
     "minimax_m3_vl_text", "mistral_large4", "longcat_flash", "step3p5", "bamba", "mamba", "falcon_mamba", "mamba2",
-    "dbrx", "qwen4_exp_text", "deepseek_v4",
+    "dbrx", "qwen4_exp_text", "deepseek_v4", "glm5_next_text",
 )  # fmt: skip
 # Families whose nets another describes too.
 ALIKE = {
@@ -1029,6 +1070,7 @@ OWN_NAMES = {  # of modules in transformers, and in files
         ("embed_tokens", "word_embeddings"), (".self_attn.", ".attention."), (".forget_gate.", "."),
         ("o_proj", "dense"), ("e_score_correction_bias", "expert_bias"),
     ],
+    "glm5_next_text": [(".forget_gate.", "."), (".attn_hc.", ".hc_attn_"), (".ffn_hc.", ".hc_ffn_")],
     "exaone": [
         ("model.embed_tokens", "transformer.wte"), ("model.layers.", "transformer.h."),
         ("model.norm", "transformer.ln_f"), (".self_attn.", ".attn.attention."), (".o_proj", ".out_proj"),
@@ -1040,7 +1082,7 @@ OWN_NAMES = {  # of modules in transformers, and in files
 
 STACKED = (  # in files too
     "gpt_oss", "gemma4_text", "qwen3_vl_moe", "llama4_text", "granitemoe_swa", "mistral4", "minimax_m3_vl_text",
-    "minimax_m3_vl",
+    "minimax_m3_vl", "glm5_next",  # of which `named_as_modules` asks
 )  # fmt: skip
 
 
@@ -1066,7 +1108,7 @@ def in_files(oracle, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             names = (name.replace("mlp.experts.gate_up_proj", f"moe.{half}_proj.weight") for half in ("gate", "up"))
             found |= zip(names, np.split(x, 2, axis=1), strict=True)
             continue
-        if family in ("kimi_linear", "olmo_hybrid", "bailing_hybrid"):
+        if family in ("kimi_linear", "olmo_hybrid", "bailing_hybrid", "glm5_next_text", "glm5_next"):
             name = _name_in_files(oracle, name)
             if name.endswith(".conv1d.weight"):
                 keys = len(arrays[given.replace("conv1d", "q_proj")])
@@ -1103,7 +1145,7 @@ def _name_in_files(oracle, name: str) -> str:
     if config.model_type == "kimi_linear":
         sparse = config.mlp_layer_types[layer] == "sparse"
         return name.replace(".forget_gate.", ".").replace(".mlp.", ".block_sparse_moe." if sparse else ".mlp.")
-    if config.model_type == "bailing_hybrid" or config.layer_types[layer] == "full_attention":
+    if config.model_type != "olmo_hybrid" or config.layer_types[layer] == "full_attention":
         return name
     norms = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
     return functools.reduce(lambda name, pair: name.replace(*pair), norms.items(), name)

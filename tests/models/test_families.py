@@ -248,7 +248,7 @@ OTHER_ROTARY = (
     "gemma4", "nemotron_h", "kimi_linear", "olmo_hybrid", "hunyuan_v1_dense-alpha", "gpt2", "opt", "lfm3", "gptj",
     "granite_swa", "granitemoe_swa", "mellum", "mimo_v2_flash", "laguna",
     "gpt_neo", "gpt_bigcode", "bloom", "mpt", "bamba-biases", "mamba", "falcon_mamba", "dbrx", "jamba",
-    "mistral_large4", "deepseek_v4", "step3p5",
+    "mistral_large4", "deepseek_v4", "step3p5", "glm5_next",
 )  # fmt: skip
 
 

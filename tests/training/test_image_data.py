@@ -30,6 +30,7 @@ OPTIONS = {  # with which an image is fewer tokens; those of the others are "max
     "pixtral": "longest_edge=16", "gemma4": "max_soft_tokens=70", "lfm2_vl": "max_tiles=2",
     "gemma4_unified": "max_soft_tokens=70", "glm46v": "max_pixels=256", "glm_ocr": "max_pixels=256",
     "ovis2": "max_patches=1", "kimi_k25": "max_patches=4", "lighton_ocr": "longest_edge=16",
+    "glm5_next": "max_image_tokens=4",
 }  # fmt: skip
 PICTURES, UNLIKE = ([picture(*size, first + seed) for seed, size in enumerate(SIZES)] for first in (0, 9))
 

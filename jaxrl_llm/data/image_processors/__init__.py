@@ -5,10 +5,10 @@ Pillow and numpy, which need no torch; the tokens are those that its classes `Id
 `SmolVLMProcessor`, `AyaVisionProcessor`, `Cohere2VisionProcessor`, `Gemma3Processor`, `Gemma4Processor`,
 `InternVLProcessor`, `Lfm2VlProcessor`, `LlavaProcessor`, `LlavaNextProcessor`, `LlavaOnevisionProcessor`,
 `MllamaProcessor`, `PaliGemmaProcessor`, `Qwen2VLProcessor`, `Qwen2_5_VLProcessor`, `Qwen3VLProcessor`,
-`Glm4vProcessor`, `Exaone4_5_Processor`, `DeepseekVLProcessor`, `MiniMaxM3VLProcessor`, `VideoLlama3Processor`,
-`Kimi_K25Processor`, `Lfm3VlProcessor`, `LightOnOcrProcessor`, `Ovis2Processor` and `PixtralProcessor` write. Families
-are in files by what becomes of an image: `one_tile`, `own_shape`, `tiled` (in tiles that are read apart) and `joined`
-(in tiles that are put together again).
+`Glm4vProcessor`, `Glm5NextProcessor`, `Exaone4_5_Processor`, `DeepseekVLProcessor`, `MiniMaxM3VLProcessor`,
+`VideoLlama3Processor`, `Kimi_K25Processor`, `Lfm3VlProcessor`, `LightOnOcrProcessor`, `Ovis2Processor` and
+`PixtralProcessor` write. Families are in files by what becomes of an image: `one_tile`, `own_shape`, `tiled` (in tiles
+that are read apart) and `joined` (in tiles that are put together again).
 """
 
 from collections.abc import Callable, Mapping
@@ -56,6 +56,7 @@ FAMILIES: dict[str, Callable[[Path, dict[str, Any], Any, Mapping[str, Any]], Ima
     "glm4v_moe": qwen_vl,
     "glm46v": qwen_vl,
     "glm_ocr": qwen_vl,
+    "glm5_next": qwen_vl,
     "exaone4_5": partial(qwen_vl, framed=False),
     "video_llama_3": partial(qwen_vl, framed=False),
     "internvl": internvl,
@@ -93,6 +94,7 @@ OPTIONS: dict[str, dict[str, type]] = {
     "minimax_m3_vl": BOUNDS,
     "ovis2": {"crop_to_patches": bool, "max_patches": int},
     **{name: BOUNDS for name in FAMILIES if name.startswith(("qwen", "glm", "exaone", "video_llama", "lfm3"))},
+    "glm5_next": {"min_image_tokens": int, "max_image_tokens": int},
 }
 
 
@@ -151,6 +153,9 @@ def settings_of(folder: str | Path, options: Mapping[str, Any]) -> dict[str, Any
                 f"data.image_processor has max_tiles={entries['max_tiles']}, and images that are cut are "
                 f"{entries['min_tiles']} tiles at least; do_image_splitting=False leaves them whole"
             )
+    if model_type == "glm5_next":
+        processor = kind_of(model_type).from_pretrained(folder, **options)
+        _check_bounds("image_tokens", processor.min_image_tokens, processor.max_image_tokens)
     if options.get("max_soft_tokens", 70) not in SOFT_TOKENS:
         allowed = ", ".join(map(str, SOFT_TOKENS))
         raise ConfigError(f"data.image_processor has max_soft_tokens={options['max_soft_tokens']}; give {allowed}")

@@ -148,6 +148,7 @@ def mistral3(
 def kind_of(model_type: str) -> Any:
     """The class of transformers that makes the patches of a family of Qwen's kind."""
     from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+    from transformers.models.glm5_next.image_processing_pil_glm5_next import Glm5NextImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.video_llama_3.image_processing_pil_video_llama_3 import VideoLlama3ImageProcessorPil
 
@@ -158,6 +159,8 @@ def kind_of(model_type: str) -> Any:
             size = {"shortest_edge": 4 * 28 * 28, "longest_edge": 451_584} if size in (None, [672, 672]) else size
             super().__init__(size=size, **kwargs)
 
+    if model_type == "glm5_next":
+        return Glm5NextImageProcessorPil
     if model_type.startswith("glm"):
         return Glm4vImageProcessorPil
     if model_type.startswith("minimax"):
@@ -170,11 +173,13 @@ def qwen_vl(
 ) -> ImageProcessor:
     """Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's, Qwen3-VL's and Qwen3.5's, GLM-V's (arXiv 2507.01006), EXAONE 4.5's,
     LFM3-VL's, MiniMax-M3's and VideoLLaMA 3's (arXiv 2501.13106): an image keeps its shape, scaled to multiples of a
-    token's side and, where `size` of preprocessor_config.json asks for it, to fewer or more pixels.
+    token's side and, where `size` of preprocessor_config.json asks for it, to fewer or more pixels. Those of GLM-5.3
+    are padded to such multiples, and scaled to numbers of tokens that it says.
 
     Where images are not `framed`, what chat templates write around their tokens, if anything, is text to this.
     """
     from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as resized_frames
+    from transformers.models.glm5_next.image_processing_pil_glm5_next import smart_resize as padded_frames
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     glm, minimax = (config["model_type"].startswith(name) for name in ("glm", "minimax"))
@@ -197,6 +202,9 @@ def qwen_vl(
     ids = token_ids(tokenizer, tuple(filter(None, (token, start, end))), tuple(others))
 
     def resized(height: int, width: int) -> tuple[int, int]:
+        if config["model_type"] == "glm5_next":
+            most = processor.min_image_tokens, processor.max_image_tokens
+            return padded_frames(frames, height, width, frames, patch * merge, *most)
         if glm:  # whose bounds are those of all frames
             return resized_frames(frames, height, width, frames, patch * merge, *bounds)
         return smart_resize(height, width, patch * merge, *bounds)
@@ -209,7 +217,7 @@ def qwen_vl(
         pixels = pixels[:, :, :, :, :, 0].transpose(0, 2, 5, 1, 3, 6, 4)
         return np.asarray(pixels, np.float32).reshape(1, high * patch, wide * patch, -1)
 
-    bounds = processor.size["shortest_edge"], processor.size["longest_edge"]
+    bounds = processor.size.get("shortest_edge"), processor.size["longest_edge"]
     expand = _expand((start, token, end), patch * merge, resized if processor.do_resize else None)
     written = token if minimax else f"{start}{token}{end}"  # by chat templates
     return ImageProcessor(written, ids[0], frozenset(ids), expand, tiles)

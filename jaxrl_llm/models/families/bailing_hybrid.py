@@ -2,7 +2,6 @@
 attention with a gate for each head; experts as DeepSeek-V3."""
 
 import functools
-import math
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, deepseek_v3, kimi_linear, olmo_hybrid
@@ -98,14 +97,11 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     sizes = {field: positive(hf, names[names[0] not in hf]) for field, names in SIZES.items()}
     if sizes["delta_conv"] < 2:
         refuse("short_conv_kernel_size", sizes["delta_conv"], "numbers from 2")
-    floor = hf["kda_lower_bound"] if hf["kda_safe_gate"] else None
-    if floor is not None and (not isinstance(floor, int | float) or not -math.inf < floor < 0):
-        refuse("kda_lower_bound", floor, "numbers below 0")
     own = sizes | {
         "mixers": mixers_of(hf, MIXERS, lambda i: "linear_attention" if (i + 1) % every else "full_attention"),
         "delta_value_heads": sizes["delta_key_heads"],
         "delta_value_dim": sizes["delta_key_dim"],
-        "delta_floor": floor if floor is None else float(floor),
+        "delta_floor": kimi_linear.floor_of("kda_lower_bound", hf["kda_lower_bound"] if hf["kda_safe_gate"] else None),
         "attention_gate": "heads",
     }
     theirs = {name: hf[entry] for name, entry in kimi_linear.NAMES.items()}

@@ -24,16 +24,26 @@ DEFAULTS = {
 }  # for entries that are left out
 
 
-def shared_indexers(hf: dict[str, Any]) -> tuple[int, ...]:
-    """The layers that attend to what another layer's indexer chooses; raises ConfigError for other types of them."""
+def indexer_types(hf: dict[str, Any]) -> list[str]:
+    """The type of each layer's indexer, full or shared; raises ConfigError for other types, and a list of another
+    length."""
     hf = {"index_topk_freq": 1, "index_skip_topk_offset": 2} | hf
     layers = positive(hf, "num_hidden_layers")
     every, first = (int(number(entry, hf[entry])) for entry in ("index_topk_freq", "index_skip_topk_offset"))
     types = hf.get("indexer_types") or hf.get("index_topk_pattern")
     types = types or ["shared" if max(layer - first + 1, 0) % max(every, 1) else "full" for layer in range(layers)]
     types = [TYPES.get(kind, kind) for kind in types]
-    if len(types) != layers or set(types) - {*TYPES.values()} or types[0] != "full":
+    if len(types) != layers or set(types) - {*TYPES.values()}:
         refuse("indexer_types", types, f"full or shared for each of the {layers} layers, and full for the first")
+    return types
+
+
+def shared_indexers(hf: dict[str, Any]) -> tuple[int, ...]:
+    """The layers that attend to what another layer's indexer chooses; raises ConfigError as `indexer_types`, and where
+    the first is one."""
+    types = indexer_types(hf)
+    if types[0] != "full":
+        refuse("indexer_types", types, f"full or shared for each of the {len(types)} layers, and full for the first")
     return tuple(layer for layer, kind in enumerate(types) if kind == "shared")
 
 

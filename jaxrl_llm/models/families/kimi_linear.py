@@ -1,6 +1,7 @@
 """Kimi Linear (arXiv 2510.26692): Kimi delta attention in three of four layers, latent attention without rotary
 positions in the fourth, and experts as DeepSeek-V3."""
 
+import math
 from typing import Any
 
 from jaxrl_llm.models.families import decoder, deepseek_v3, mixtral, olmo_hybrid
@@ -24,8 +25,8 @@ NET = f"{LAYER}self_attn"
 MIXERS = {"linear_attention": KimiDelta, "full_attention": LatentAttention}
 
 
-def _keys(block: str, gate: str, experts: tuple[TensorName, ...]) -> tuple[TensorName, ...]:
-    """The table of files in which the experts' names begin with `block`, and those of the decays with `gate`."""
+def table(block: str, gate: str, experts: tuple[TensorName, ...]) -> tuple[TensorName, ...]:
+    """The keys of files in which the experts' names begin with `block`, and those of the decays with `gate`."""
     return (
         *decoder.ENDS,
         *decoder.PRE_NORMS,
@@ -42,8 +43,8 @@ def _keys(block: str, gate: str, experts: tuple[TensorName, ...]) -> tuple[Tenso
     )
 
 
-KEYS = _keys("block_sparse_moe", "", decoder.experts("block_sparse_moe", mixtral.WORDS))
-MODULE_KEYS = _keys("mlp", "forget_gate.", decoder.stacked_experts("mlp"))
+KEYS = table("block_sparse_moe", "", decoder.experts("block_sparse_moe", mixtral.WORDS))
+MODULE_KEYS = table("mlp", "forget_gate.", decoder.stacked_experts("mlp"))
 # Transformers writes the dense layers' names as those of experts.
 OTHER_KEYS = (
     tuple(
@@ -84,6 +85,13 @@ DEFAULTS = {
 }  # for entries that are left out
 # Entries of the files for transformers 4, with which the model does what that of transformers 5 does.
 FIXED = {"moe_router_activation_func": "sigmoid", "mla_use_nope": True, "moe_layer_freq": 1}
+
+
+def floor_of(entry: str, value: Any) -> float | None:
+    """The floor of the log decays that an entry gives; raises ConfigError for anything else than numbers below 0."""
+    if value is not None and (not isinstance(value, int | float) or not -math.inf < value < 0):
+        refuse(entry, value, "numbers below 0")
+    return value if value is None else float(value)
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:

@@ -146,12 +146,16 @@ class KimiDelta(ApartDeltaNet):
         return *self._queries_keys_values(latest), g, jax.nn.sigmoid(b).reshape(*b.shape[:-1], h, r)
 
 
-class WideKimiDelta(KimiDelta):
-    """Kimi delta attention whose g and gates come of maps of full rank (Ling 3)."""
+class FlatKimiDelta(KimiDelta):
+    """Kimi delta attention whose files have the rates of decay in one dimension (GLM-5.3)."""
 
     def __init__(self, config, rngs: nnx.Rngs):
         super().__init__(config, rngs)
         self.log_decay = nnx.Param(self.log_decay[...].reshape(-1))
+
+
+class WideKimiDelta(FlatKimiDelta):
+    """Kimi delta attention whose g and gates come of maps of full rank (Ling 3)."""
 
     def _add_projections(self, values: int, rngs: nnx.Rngs) -> None:
         c = self.config

@@ -65,10 +65,11 @@ class SparseLatentAttention(LatentAttention):
         "q/kernel", "k/kernel", "k_norm/scale", "k_norm/shift", "proj/kernel", "q_norm/scale", "q_norm/shift",
         "growth/scale", "growth/shift",
     ))  # fmt: skip
+    indexer_class: type[Indexer] = Indexer
 
     def __init__(self, config, rngs: nnx.Rngs):
         super().__init__(config, rngs)
-        self.indexer = Indexer(config, rngs)
+        self.indexer = self.indexer_class(config, rngs)
 
     @staticmethod
     def flops(config, tokens, pairs):
@@ -81,8 +82,7 @@ class SparseLatentAttention(LatentAttention):
         q, keys, weights = self._index(x, inputs.positions, arrays)
         keep = None
         if x.shape[1] > self.config.index_top:
-            assert inputs.mask is not None
-            keep = best(rated("nti,nsi->nts", q, keys, weights), inputs.mask, self.config.index_top)
+            keep = self._chosen_of_rows(q, keys, weights, inputs)
             inputs = inputs._replace(mask=keep, by_mask=True)
         out, latents = super().prefill(x, inputs, arrays)
         return out, Passing(SparseCache(latents, constrain(keys, "rows", None, None)), latents, chosen=keep)
@@ -99,13 +99,7 @@ class SparseLatentAttention(LatentAttention):
         keys = write_tokens(cache.keys, new[..., None, :], inputs.length, "cjd", sharded=False)
         before, size = inputs.prompt_mask.shape[1], keys.shape[2]
         if before + size > self.config.index_top:
-            in_prompt = rated("grwi,gsi->grws", q, prompt.keys, weights)
-            in_row = rated("grwi,grsi->grws", q, keys[..., 0, :], weights)
-            place = (inputs.length[:, :, None] + jnp.arange(q.shape[2]))[..., None]
-            seen = (inputs.prompt_mask[:, None, None], jnp.arange(size) <= place)
-            seen = (jnp.broadcast_to(mask, a.shape) for mask, a in zip(seen, (in_prompt, in_row), strict=True))
-            scores = jnp.concatenate([in_prompt, in_row], axis=-1)
-            both = best(scores, jnp.concatenate([*seen], axis=-1), self.config.index_top)
+            both = self._chosen_of_next(q, prompt, keys[..., 0, :], weights, inputs)
             chosen = (both[..., :before], both[..., before:])
         out, latents = super().decode(x, inputs, prompt.latents, cache.latents, arrays, chosen)
         return out, Passing(SparseCache(latents, keys), (prompt.latents, latents), chosen=chosen)
@@ -115,6 +109,19 @@ class SparseLatentAttention(LatentAttention):
         if self.q_a is not None and self.q_a_norm is not None:
             residual = self.q_a_norm(self.q_a(x))  # XLA computes it once
         return self.indexer(x, residual, positions, arrays)
+
+    def _chosen_of_rows(self, q, keys, weights, inputs: AttentionInputs) -> jax.Array:
+        """Which tokens `[N,T,T]` those of whole rows attend to."""
+        assert inputs.mask is not None
+        return best(rated("nti,nsi->nts", q, keys, weights), inputs.mask, self.config.index_top)
+
+    def _chosen_of_next(self, q, prompt, row, weights, inputs: DecodeInputs) -> jax.Array:
+        """Which tokens of prompt and row `[G,R,W,P+S]` the next tokens attend to, of keys `[G,R,S,e]` of the row."""
+        scores = [rated("grwi,gsi->grws", q, prompt.keys, weights), rated("grwi,grsi->grws", q, row, weights)]
+        place = (inputs.length[:, :, None] + jnp.arange(q.shape[2]))[..., None]
+        seen = (inputs.prompt_mask[:, None, None], jnp.arange(row.shape[2]) <= place)
+        seen = (jnp.broadcast_to(mask, a.shape) for mask, a in zip(seen, scores, strict=True))
+        return best(jnp.concatenate(scores, axis=-1), jnp.concatenate([*seen], axis=-1), self.config.index_top)
 
 
 class SharedSparseAttention(LatentAttention):

@@ -52,6 +52,7 @@ class PatchRowsConfig:
     last_norm: bool = False  # behind the last layer
     gated: bool = True  # the feed-forward is a gated one; False: two linear maps
     activation: str = "silu"
+    swiglu_limit: float = 0.0  # of gate and up of a gated feed-forward; 0: they are not clipped
     attention_bias: bool = True  # of queries, keys and values
     # The name, for adapters, of the map behind attention; "": attention has none, as most files have queries, keys and
     # values in one matrix.
@@ -383,8 +384,10 @@ class PatchRows(nnx.Module):
     def __init__(self, config: PatchRowsConfig, net: Any, rngs: nnx.Rngs):
         self.config = config
         own = dataclasses.replace(
-            net, width=config.width, ffn=config.ffn, mlp_bias=config.bias, activation=config.activation, norm_offset=0.0
-        )
+            net, width=config.width, ffn=config.ffn, mlp_bias=config.bias, activation=config.activation,
+            norm_offset=0.0, swiglu_limit=config.swiglu_limit, swiglu_everywhere=bool(config.swiglu_limit),
+            swiglu_alpha=1.0, swiglu_offset=0.0,
+        )  # fmt: skip
         # Dimensions in the order of a map's or a convolution's weights in files, transposed.
         shape = (config.patch_numbers,) if config.patch_map else config.patch_shape[::-1]
         shape = (*shape, config.width)

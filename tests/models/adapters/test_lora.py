@@ -135,7 +135,7 @@ def test_peft_gives_the_same_logits_and_gradients(llama_folder, adapter, adapted
     variants(
         ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2-biases", "lfm3", "granitemoehybrid",
          "nemotron_h", "falcon_h1", "kimi_linear", "olmo_hybrid", "bailing_hybrid", "bamba",
-         "falcon_mamba", "mamba2", "jamba-dense", "qwen4_exp_text"]
+         "falcon_mamba", "mamba2", "jamba-dense", "qwen4_exp_text", "glm5_next_text"]
     ),
 )  # fmt: skip
 def test_other_mixers_have_the_adapters_of_peft(tmp_path, variant):
@@ -156,7 +156,7 @@ def test_other_mixers_have_the_adapters_of_peft(tmp_path, variant):
         adapted = {name.split(".")[-2] for name, _ in oracle.named_modules() if name.endswith(".lora_A")}
         names = ("lfm2-biases", "lfm3", "granitemoehybrid", "nemotron_h", "falcon_h1", "bamba", "falcon_mamba")
         projections = {name: {"in_proj"} for name in (*names, "mamba2", "jamba-dense")}
-        projections |= {"kimi_linear": set(), "olmo_hybrid": set(), "bailing_hybrid": set()}
+        projections |= {name: set() for name in ("kimi_linear", "olmo_hybrid", "bailing_hybrid", "glm5_next_text")}
         projections["qwen3_next"] = {"in_proj_qkvz", "in_proj_ba"}
         expected = projections.get(variant, {f"in_proj_{name}" for name in ("qkv", "z", "b", "a")})
         assert {name for name in adapted if "in_proj" in name} == expected
