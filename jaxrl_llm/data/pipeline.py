@@ -335,5 +335,6 @@ def _check_same_data(state: Mapping[str, Any], identity: Mapping[str, Any]) -> N
             raise ConfigError(
                 f"the saved data position belongs to {key}={state.get(key)!r} but this run has {key}={value!r}; "
                 "resume with the same data, seed, data.shuffle, data.packing (for streamed rows the same "
-                "data.max_length too) and data.group_by_length (the same batch.prompts too), or start a new output_dir"
+                "data.max_length too) and data.group_by_length (the same batch.prompts too), or start a new output_dir "
+                "(with model.path=RUN/hf from the model that this one has trained)"
             )

@@ -45,9 +45,9 @@ def edited(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     if not names:
         return []
     more = f" and {amount(len(names) - 1, 'other file')}" if len(names) > 1 else ""
-    return [
-        f"{names[0]}{more}: edited since the checkpoint was written; the run goes on with the rows that are there now"
-    ]
+    file, _, source = names[0].partition(" of ")
+    named = source if Path(source).name == file else names[0]  # a file alone, or one of a folder
+    return [f"{named}{more}: edited since the checkpoint was written; the run goes on with the rows that are there now"]
 
 
 def checksum(file: Path, is_read: bool = True) -> str:

@@ -88,5 +88,5 @@ def test_a_run_that_goes_on_tells_it_once(tmp_path, monkeypatch, capsys):
             write(file, answers)
         config.total_steps = steps
         jaxrl_llm.train(config)
-        told.append("rows.jsonl of rows.jsonl: edited since the checkpoint" in "".join(capsys.readouterr()))
+        told.append("warning: rows.jsonl: edited since the checkpoint" in "".join(capsys.readouterr()))
     assert told == [False, False, True, False]
