@@ -295,8 +295,8 @@ difference.
   of Granite, OLMoE, Gemma 3n and 4, Llama 4, ERNIE 4.5, LFM2 and 3, MiniMax-M2, Nemotron, Trinity, Kimi Linear, OLMo
   Hybrid, Falcon-H1, dots.llm1, Command R and A, Apertus, EXAONE 3, Jais 2, CWM, FlexOlmo, Solar Open, nanochat,
   VaultGemma, DBRX, Mamba, Bamba, K-EXAONE, Youtu-LLM, InternLM 3, HyperCLOVA X, IQuest-Coder, Sarvam, DeepSeek-V3.2 and
-  V4, Hunyuan 3, Mellum, Command A+, MiMo-V2, Laguna, Apertus 1.5, Mistral Large 4, Ling 3, LongCat-Flash, Step 3.5,
-  Kolibri, MiniMax-M3 and the mixtures of experts of Qwen3.5, GLM and Granite. Step heads of GPT-2, GPT-J, GPT-Neo,
+  V4, Hunyuan 3 and 4, Mellum, Command A+, MiMo-V2, Laguna, Apertus 1.5, Mistral Large 4, Ling 3, LongCat-Flash, Step
+  3.5, Kolibri, MiniMax-M3 and the mixtures of experts of Qwen3.5, GLM and Granite. Step heads of GPT-2, GPT-J, GPT-Neo,
   StarCoder 1, Pythia, Falcon, BLOOM and MPT are refused: their classes have other names, or there are none.
 - 8-device shard: logits on a mesh (data, fsdp, tensor) = (2, 2, 2), against one device.
 
@@ -328,11 +328,12 @@ difference.
   prediction are left out. `glm4_moe` is GLM-4.5 to 4.7, which has these experts, as `dots1` has, and `glm4_moe_lite`
   GLM-4.7-Flash, which has the attention too. Folders of the type `kimi_k2` are DeepSeek-V3's in form: they are read and
   exported as a `deepseek_v3`.
-- Sparse attention (DeepSeek-V3.2, GLM-5, Mistral Large 4): a token attends to the `index_topk` tokens that its indexer
-  rates best, exactly so many, in training, prefill and decoding; all latents are computed with, and those of others
-  masked. Rows of up to `index_topk` tokens are not rated. The choice has no gradient: training keeps the indexer as it
-  is, without moments, and it has no adapters. An indexer may serve the layers behind its own too (`indexer_types`). In
-  Mistral Large 4 layers may also read the latents of an earlier one (`kv_source_layers`), which are cached once.
+- Sparse attention (DeepSeek-V3.2, GLM-5, Mistral Large 4, Hunyuan 4): a token attends to the `index_topk` tokens that
+  its indexer rates best, exactly so many, in training, prefill and decoding; all latents are computed with, and those
+  of others masked. Rows of up to `index_topk` tokens are not rated. The choice has no gradient: training keeps the
+  indexer as it is, without moments, and it has no adapters. An indexer may serve the layers behind its own too
+  (`indexer_types`). In Mistral Large 4 layers may also read the latents of an earlier one (`kv_source_layers`), which
+  are cached once.
 - Queries that grow with the log of their position: by a number of the model (Llama 4, Ministral 3, Mistral 4), or by
   two of each head, which are trained, in Mistral Large 4 (`softmax_scaling`), whose rotary frequencies have a trained
   factor each too (`rotary_emb.alpha`). Both are computed in fp32, as its routers are, and `alpha` and the routers'
@@ -343,8 +344,12 @@ difference.
   start of a document, and decoding rates those of the prompt without reading its tokens again. Rows of a group share no
   prefix. transformers has no class for the text part alone: it is `glm5_next_text` here, as which a net without a
   vision part is exported.
-- Hyper-connections (DeepSeek-V4, GLM-5.3): streams of hidden states, and the weights by which layers read, mix and
-  write them, with `hc_sinkhorn_iters` steps of Sinkhorn and Knopp, in fp32.
+- Hyper-connections (DeepSeek-V4, GLM-5.3, Hunyuan 4): layers read and write several streams of hidden states
+  (`hc_mult`) by weights that each token gives them, computed in fp32, and mix the streams, but for Hunyuan 4's, after
+  `hc_sinkhorn_iters` steps of Sinkhorn and Knopp. Between layers a token has that many hidden states, which count where
+  activations are kept (`model.remat`). Hunyuan 4's head is one of 32 bits in transformers: `model.fp32_head`.
+  Transformers rotates two halves of its queries and keys together, vLLM and SGLang neighbouring dimensions:
+  `rope_interleave`, true, in `model.overrides` is the latter.
 - Attention to blocks (MiniMax-M3): each key/value head sees the `index_topk_blocks` blocks of `index_block_size` tokens
   that its indexer rates best, the latest `index_local_blocks` among them, in training, prefill and decoding. Blocks are
   counted from the start of a document, where transformers counts them from the start of a row: padding on the left
@@ -437,8 +442,8 @@ difference.
   than those with one, and values smaller than keys (MiMo-V2), whose decode steps take no kernel on GPUs.
 - Gates that are clipped behind their activation, and ups, in some layers, of experts (`swiglu_limits`) and of other
   feed-forwards (`swiglu_limits_shared`): Step 3.5 Flash. Layers that are clipped otherwise are stacks of their own.
-- Attention sinks (gpt-oss, Granite with windows, MiMo-V2): on NVIDIA GPUs, in 16 bits, by cuDNN and the kernel of
-  decode steps, elsewhere by `xla`; `flash` and `splash` have none and are refused.
+- Attention sinks (gpt-oss, Granite with windows, MiMo-V2, Hunyuan 4): on NVIDIA GPUs, in 16 bits, by cuDNN and the
+  kernel of decode steps, elsewhere by `xla`; `flash` and `splash` have none and are refused.
 - Soft caps on attention scores and logits, wherever logits are formed. `model.fp32_head` forms them in float32.
 - Multipliers of embeddings, attention scores, residuals and logits (Granite, HyperCLOVA X). `layer_rope_theta` of
   Granite with windows has one base for the layers with a window and one for the others, or 0: no rotary positions.
@@ -544,8 +549,8 @@ Another one is a class with this protocol in a file beside it, and a family that
 ones run in one scan. `tests/models/mixers/test_mixer.py` has a recurrent one, and samples with it.
 
 Not supported: the vision part of Llama 4, sound and videos, checkpoints quantized otherwise, texts that are read in
-both directions (but PaliGemma's prompts), Falcon's ALiBi (Falcon-RW), a scale of attention for each layer
-(`scale_attn_by_inverse_layer_idx`), hyper-connections (Hunyuan 4).
+both directions (but PaliGemma's prompts), Falcon's ALiBi (Falcon-RW), and a scale of attention for each layer
+(`scale_attn_by_inverse_layer_idx`).
 """
 
 EXAMPLE = '''"""Helium (Kyutai): Llama's shape, with neighbouring dimensions of a head rotated together."""

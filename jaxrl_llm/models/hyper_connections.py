@@ -18,6 +18,7 @@ an output to them. The model asks of its `streams` that they be spread out and g
 another pair of such modules.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -30,22 +31,24 @@ from jaxrl_llm.models.layers import Linear
 
 
 class HyperWeights(nnx.Module):
-    """The numbers that weigh the streams of a token, in groups of `sizes`, of which each has a scale."""
+    """The numbers that weigh the streams of a token, in groups of `sizes`, of which each has a scale.
+
+    Its parameters are fp32 in any net, and in exports of 16 bits too, as in transformers.
+    """
 
     def __init__(self, config, rngs: nnx.Rngs, *sizes: int):
         self.sizes, self.norm_eps = sizes, config.norm_eps
-        self.proj = Linear(config.hyper_streams * config.width, sum(sizes), config, rngs)
-        self.scale = nnx.Param(jnp.ones((len(sizes),), config.param_dtype))
-        self.shift = nnx.Param(jnp.zeros((sum(sizes),), config.param_dtype))
+        wide = dataclasses.replace(config, param_dtype="float32")
+        self.proj = Linear(config.hyper_streams * config.width, sum(sizes), wide, rngs)
+        self.scale, self.shift = nnx.Param(jnp.ones((len(sizes),))), nnx.Param(jnp.zeros((sum(sizes),)))
 
     def __call__(self, streams) -> list[jax.Array]:
         """The groups `[...,size]` in fp32, of streams `[...,S,D]`."""
         flat = streams.astype(jnp.float32).reshape(*streams.shape[:-2], -1)
         # A sum is divided by the rms behind the map, which so reads the streams as they are.
         inverse = jax.lax.rsqrt(jnp.square(flat).mean(-1, keepdims=True) + self.norm_eps)
-        scale, shift = (a[...].astype(jnp.float32) for a in (self.scale, self.shift))
-        numbers = self.proj(flat) * inverse * jnp.repeat(scale, np.array(self.sizes), total_repeat_length=len(shift))
-        return jnp.split(numbers + shift, np.cumsum(self.sizes)[:-1], axis=-1)
+        scale = jnp.repeat(self.scale[...], np.array(self.sizes), total_repeat_length=sum(self.sizes))
+        return jnp.split(self.proj(flat) * inverse * scale + self.shift[...], np.cumsum(self.sizes)[:-1], axis=-1)
 
 
 class HyperConnection(nnx.Module):

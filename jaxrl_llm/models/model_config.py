@@ -110,6 +110,8 @@ class ModelConfig:
     index_local: int = 0  # blocks that are always chosen, the latest ones
     shared_indexers: tuple[int, ...] = ()  # the layers that attend to what the latest layer with an indexer has chosen
     index_interleaved: bool = False  # the indexer rotates neighbouring dimensions together
+    index_rotates_last: bool = False  # and the last dimensions, not the first
+    index_norm_eps: float | None = 1e-6  # of its norms; None: norm_eps
     heavy_ratio: int = 0  # tokens of an entry of heavily compressed attention; see compressed_attention.py
     sparse_ratio: int = 0  # tokens of a window of compressed sparse attention, whose `index_top` counts entries
     output_groups: int = 0  # of heads, whose outputs a map makes `output_rank` numbers of; of this attention alone

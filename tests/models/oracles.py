@@ -69,6 +69,7 @@ from transformers import (
     HunYuanMoEV1Config,
     HyperCLOVAXConfig,
     HYV3Config,
+    HYV4Config,
     InternLM3Config,
     IQuestCoderConfig,
     Jais2Config,
@@ -809,6 +810,17 @@ VARIANTS = {
         **SHAPE | {"num_hidden_layers": 6, "num_key_value_heads": 4}, **EXPERTS, moe_intermediate_size=16,
         n_routed_experts=8, first_k_dense_replace=2, **SPARSE, index_topk_pattern="FSFSSF",
     ),
+    "hy_v4": lambda: HYV4Config(
+        **SHAPE | {"num_hidden_layers": 4, "num_key_value_heads": 4}, **SPARSE, num_experts_per_tok=2,
+        moe_intermediate_size=16, n_routed_experts=4, indexer_types=["full", "shared", "full", "shared"],
+        mlp_layer_types=["dense", "sparse", "sparse", "dense"], hc_mult=3, hc_magnitude=1.5, swiglu_limit=0.2,
+        rope_parameters=YARN_ROPE | {"mscale_all_dim": 1.0, "mscale": 1.0},
+    ),
+    "hy_v4-biases": lambda: HYV4Config(
+        **SHAPE | {"num_key_value_heads": 4}, **LATENT, index_head_dim=4, index_n_heads=3, num_experts_per_tok=2,
+        moe_intermediate_size=16, n_routed_experts=8, n_shared_experts=2, n_group=4, topk_group=2, norm_topk_prob=False,
+        attention_bias=True, hc_mult=2, rms_norm_eps=1e-3, tie_word_embeddings=True,
+    ),
     "apertus1p5_text": lambda: Apertus1p5TextConfig(
         **SHAPE | {"vocab_size": 120}, output_vocab_size=VOCAB, tie_word_embeddings=False
     ),
@@ -929,7 +941,7 @@ NO_CLASSIFIER = (  # of which transformers has none
     "iquestcoder", "sarvam_moe", "sarvam_mla", "deepseek_v32", "glm_moe_dsa", "hy_v3", "mellum", "cohere2_moe",
     "mimo_v2_flash", "laguna", "apertus1p5_text", "bailing_hybrid", "kolibri1",
     "minimax_m3_vl_text", "mistral_large4", "longcat_flash", "step3p5", "bamba", "mamba", "falcon_mamba", "mamba2",
-    "dbrx", "qwen4_exp_text", "deepseek_v4", "glm5_next_text",
+    "dbrx", "qwen4_exp_text", "deepseek_v4", "glm5_next_text", "hy_v4",
 )  # fmt: skip
 # Families whose nets another describes too.
 ALIKE = {
@@ -1034,6 +1046,11 @@ OWN_NAMES = {  # of modules in transformers, and in files
         ("mlp.gate.weight", "mlp.router.gate.weight"), ("e_score_correction_bias", "expert_bias"),
         ("shared_experts", "shared_mlp"),
     ],
+    "hy_v4": [
+        ("attn_hc.", "hc_attn_layer.hc_pre.hc_"), ("ffn_hc.", "hc_mlp_layer.hc_pre.hc_"),
+        ("hc_head.hc_", "hc_head.hc_head_"), (".sinks", ".learnable_sink_param"),
+        ("self_attn.gate_proj", "self_attn.linear_gate"),
+    ],
     "laguna": [
         ("gate.e_score_correction_bias", "experts.e_score_correction_bias"), ("shared_experts", "shared_expert"),
     ],
@@ -1082,7 +1099,7 @@ OWN_NAMES = {  # of modules in transformers, and in files
 
 STACKED = (  # in files too
     "gpt_oss", "gemma4_text", "qwen3_vl_moe", "llama4_text", "granitemoe_swa", "mistral4", "minimax_m3_vl_text",
-    "minimax_m3_vl", "glm5_next",  # of which `named_as_modules` asks
+    "minimax_m3_vl", "hy_v4", "glm5_next",  # of which `named_as_modules` asks
 )  # fmt: skip
 
 

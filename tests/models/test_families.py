@@ -320,6 +320,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # entries of files on the hub, in plac
         "hidden_act": None, "activation_function": "silu",
     },
     "dbrx-plain": {"rope_parameters": None},
+    "hy_v4": {"num_key_value_heads": 2, "enable_ihc": True, "gating_type": "elementwise"},
     "falcon-grouped": {"num_ln_in_parallel_attn": None},
 }  # fmt: skip
 

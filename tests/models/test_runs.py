@@ -13,9 +13,9 @@ from tests.models.oracles import VARIANTS, oracle_logits
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["apertus1p5_text", "bailing_hybrid", "kolibri1"])
+@pytest.mark.parametrize("variant", ["apertus1p5_text", "bailing_hybrid", "kolibri1", "hy_v4"])
 def test_a_family_is_trained_and_exported(variant, root, tmp_path):
-    """Every parameter but corrections and constants moves, and the sampler's log-probs are the trainer's."""
+    """Every parameter but corrections, indexers and constants moves, and the sampler's log-probs are the trainer's."""
     own = {"output_vocab_size": 320, "vocab_size": 330} if variant == "apertus1p5_text" else {"vocab_size": 320}
     config = VARIANTS[variant]()
     config = type(config)(**{name: x for name, x in config.to_dict().items() if name != "model_type"} | own)
@@ -32,7 +32,7 @@ def test_a_family_is_trained_and_exported(variant, root, tmp_path):
         for params in (load_model(tmp_path / "model").params, trained.params)
     )
     kept = {name for name, x in after.items() if np.array_equal(x, before[name])}
-    assert kept == {name for name in after if name.endswith(("/correction", "/beta", "/eps"))}
+    assert kept == {name for name in after if name.endswith(("/correction", "/beta", "/eps")) or "/indexer/" in name}
     name = "sampling/sampling_logp_difference/max"
     assert max(abs(line[name]) for line in result.metrics if name in line) < 1e-4
     again, problems = AutoModelForCausalLM.from_pretrained(

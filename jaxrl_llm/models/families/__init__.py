@@ -40,14 +40,13 @@ NAMES = (
     "mistral4 hy_v3 mellum cohere2_moe phimoe mimo_v2_flash laguna minicpm3 "
     "apertus1p5_text bailing_hybrid kolibri1 minimax_m3_vl_text kimi_k25 lighton_ocr lfm3_vl deepseek_vl minimax_m3_vl "
     "ovis2 gptj gpt_neo gpt_bigcode bamba bloom mpt mamba falcon_mamba mamba2 dbrx idefics2 jamba mistral_large4 "
-    "longcat_flash qwen4_exp_text qwen4_exp deepseek_v4 step3p5 glm5_next_text glm5_next "
+    "longcat_flash qwen4_exp_text qwen4_exp deepseek_v4 step3p5 glm5_next_text glm5_next hy_v4 "
 )
 MODULES = [importlib.import_module(f"{__name__}.{name}") for name in NAMES.split()]
 FAMILIES: dict[str, ModuleType] = {module.MODEL_TYPE: module for module in MODULES}
 ALIKE = {"kimi_k2": FAMILIES["deepseek_v3"]}  # model_types of another family's form, as which they are exported
 # What other model_types have that is not computed here.
 NOT_COMPUTED = {
-    "hy_v4": "hyper-connections",
     "zaya": "attention to convolved queries and keys",
     "hrm_text": "layers that are passed several times",
     "minimax": "lightning attention",

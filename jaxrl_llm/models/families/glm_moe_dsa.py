@@ -58,9 +58,14 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     return deepseek_v32.read(hf, ARCHITECTURE, overrides, fields)
 
 
-def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+def entries(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    """The entries of config.json that `to_config` reads."""
     own = deepseek_v32.entries(config, base)
     if base is None:
         shared = config.shared_indexers
         own["indexer_types"] = ["shared" if layer in shared else "full" for layer in range(config.layers)]
-    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
+    return own
+
+
+def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, Any]:
+    return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, entries(config, base))

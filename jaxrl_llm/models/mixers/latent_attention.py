@@ -73,7 +73,10 @@ class LatentAttention(nnx.Module):
         self.kv_a_norm = RMSNorm(c.latent_size, inner, rngs) if own else None
         self.kv_b = Linear(c.latent_size, c.heads * (plain + c.value_head_dim), c, rngs, name="kv_b")
         self.o = Linear(c.heads * c.value_head_dim, c.width, c, rngs, c.attention_output_bias, "o")
-        self.gate = Linear(c.width, c.heads, c, rngs, name="z") if c.attention_gate else None  # of each head
+        numbers = c.attention_gate == "numbers"  # each has a gate, else each head
+        gates = c.heads * (c.value_head_dim if numbers else 1)
+        self.gate = Linear(c.width, gates, c, rngs, name="gate" if numbers else "z") if c.attention_gate else None
+        self.sinks = nnx.Param(jnp.zeros((c.heads,), c.param_dtype)) if c.attention_sinks else None
         self.growth = QueryGrowth(c.heads, c.param_dtype) if c.query_growth_learned else None
 
     def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, Any]:
@@ -88,7 +91,7 @@ class LatentAttention(nnx.Module):
         keys, values = jnp.split(keys_values, [c.head_dim - c.rotated_size], axis=-1)
         shared = jnp.broadcast_to(latents[..., None, c.latent_size :], (*keys.shape[:-1], c.rotated_size))
         q, k = jnp.concatenate([plain, rotated], axis=-1), jnp.concatenate([keys, shared], axis=-1)
-        out = attend(c, q[..., None, :], k, values, inputs, arrays.window)
+        out = attend(c, q[..., None, :], k, values, inputs, arrays.window, self._sinks())
         return self._output(out, x), () if own is None else constrain(own, "rows", None, None)
 
     def decode(
@@ -115,10 +118,12 @@ class LatentAttention(nnx.Module):
         else:
             to_keys, to_values = jnp.split(to_keys, [plain.shape[-1]], axis=-1)
         q = jnp.concatenate([jnp.einsum("grwhn,chn->grwhc", plain, to_keys), rotated], axis=-1)
+        sinks = self._sinks()
         if chosen is None and by_kernel(c, q.dtype):
             start = inputs.prompt_mask.shape[1] - inputs.prompt_mask.sum(-1)
             heads = (prompt[:, None],), (stored.swapaxes(2, 3),)  # keys of one head
-            seen = decode_attention(q[:, :, None], *heads, start, inputs.length, latent=c.latent_size)[:, :, 0]
+            numbers = {"latent": c.latent_size, "sinks": None if sinks is None else sinks.T}
+            seen = decode_attention(q[:, :, None], *heads, start, inputs.length, **numbers)[:, :, 0]
         else:
             in_prompt = einsum("grwhc,gpc->grwhp", q, prompt)
             in_row = einsum("grwhc,grsc->grwhs", q, stored[..., 0, :])
@@ -128,7 +133,7 @@ class LatentAttention(nnx.Module):
                 prompt_seen, row_seen = (mask[..., None, :] for mask in chosen)
             in_prompt = jnp.where(prompt_seen, in_prompt, MASKED)
             in_row = jnp.where(row_seen, in_row, MASKED)
-            in_prompt, in_row = (a.astype(x.dtype) for a in combined_softmax([in_prompt, in_row]))
+            in_prompt, in_row = (a.astype(x.dtype) for a in combined_softmax([in_prompt, in_row], sinks))
             seen = einsum("grwhp,gpc->grwhc", in_prompt, prompt[..., : c.latent_size])
             seen += einsum("grwhs,grsc->grwhc", in_row, stored[..., 0, : c.latent_size])
         out = jnp.einsum("grwhc,chv->grwhv", seen.astype(x.dtype), to_values)[..., -c.value_head_dim :]
@@ -167,9 +172,14 @@ class LatentAttention(nnx.Module):
     def _output(self, out, x):
         """The layer's output `[...,D]` of the heads' `[...,H,v]`, times the sigmoid of their gates where they have."""
         if self.gate is not None:
-            out = out.reshape(*x.shape[:-1], self.config.heads, -1)
-            out *= jax.nn.sigmoid(self.gate(x).astype(jnp.float32)).astype(out.dtype)[..., None]
+            by_head = (*x.shape[:-1], self.config.heads, -1)
+            gates = jax.nn.sigmoid(self.gate(x).astype(jnp.float32)).astype(out.dtype)
+            out = out.reshape(by_head) * gates.reshape(by_head)
         return self.o(out.reshape(*x.shape[:-1], -1))
+
+    def _sinks(self):
+        """The scores `[H,1]` of the sinks in fp32, None without sinks."""
+        return None if self.sinks is None else self.sinks[...].astype(jnp.float32)[:, None]
 
     def _queries(self, x, positions, arrays: AttentionArrays) -> tuple[jax.Array, jax.Array]:
         """Queries (scaled), the numbers that are not rotated `[...,t,H,n]` and those that are `[...,t,H,e]`."""

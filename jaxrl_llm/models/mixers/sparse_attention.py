@@ -21,7 +21,6 @@ from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, Passing
 from jaxrl_llm.models.rope import rotate
 
 UNSEEN = -jnp.inf  # the score of a token that is not seen
-NORM_EPS = 1e-6  # of the indexer's layer norms
 
 
 class SparseCache(NamedTuple):
@@ -39,21 +38,27 @@ class Indexer(nnx.Module):
 
     def __init__(self, config, rngs: nnx.Rngs):
         self.config = c = config
-        self.q_norm = None if c.query_rank else LayerNorm(c.width, NORM_EPS, c.param_dtype)
+        eps = c.norm_eps if c.index_norm_eps is None else c.index_norm_eps
+        self.q_norm = None if c.query_rank else LayerNorm(c.width, eps, c.param_dtype)
         self.q = Linear(c.query_rank or c.width, c.index_heads * c.index_head_dim, c, rngs)
         self.growth = QueryGrowth(c.index_heads, c.param_dtype) if c.query_growth_learned else None
         self.k = Linear(c.width, c.index_head_dim, c, rngs)
-        self.k_norm = LayerNorm(c.index_head_dim, NORM_EPS, c.param_dtype)
+        self.k_norm = LayerNorm(c.index_head_dim, eps, c.param_dtype)
         self.proj = Linear(c.width, c.index_heads, c, rngs)
 
     def __call__(self, x, residual, positions, arrays: AttentionArrays):
         """Queries `[...,t,i,e]` of the `residual` `[...,t,r]` that latent queries are made of (None: of x), keys
         `[...,t,e]` and weights `[...,t,i]` of x."""
         c = self.config
-        turn = (positions, arrays.inv_freq, arrays.scale, c.index_interleaved)
+
+        def turned(a):
+            # The last numbers come first, of queries and keys alike: their products stay the same.
+            a = jnp.roll(a, c.rotated_size, axis=-1) if c.index_rotates_last else a
+            return rotate(a, positions, arrays.inv_freq, arrays.scale, c.index_interleaved)
+
         q = self.q(residual if self.q_norm is None else self.q_norm(x)).reshape(*x.shape[:-1], c.index_heads, -1)
-        q = rotate(q if self.growth is None else self.growth(q, positions), *turn)
-        keys = rotate(self.k_norm(self.k(x))[..., None, :], *turn)[..., 0, :]
+        q = turned(q if self.growth is None else self.growth(q, positions))
+        keys = turned(self.k_norm(self.k(x))[..., None, :])[..., 0, :]
         weights = self.proj(x.astype(jnp.float32)) * (c.index_heads * c.index_head_dim) ** -0.5
         return jax.lax.stop_gradient((q, keys, weights))
 
