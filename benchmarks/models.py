@@ -144,6 +144,7 @@ VISION_FILES = {
     "qwen3_vl_moe": ("families/qwen3_vl_moe.py", "families/qwen3_vl.py families/qwen3_moe.py, and theirs"),
     "qwen3_5": ("families/qwen3_5.py", "families/qwen3_5_text.py families/qwen3_vl.py, and its"),
     "qwen3_5_moe": ("families/qwen3_5_moe.py", "families/qwen3_5_moe_text.py families/qwen3_5.py, and its"),
+    "qwen4_exp": ("families/qwen4_exp.py", "families/qwen4_exp_text.py families/qwen3_5.py, and its"),
     "internvl": ("families/internvl.py", "families/llava.py families/siglip.py vision/siglip.py vision/projector.py"),
     "glm4v": ("families/glm4v.py", "families/glm4.py families/qwen_vl.py vision/patch_rows.py vision/mergers.py"),
     "glm4v_moe": ("families/glm4v_moe.py", "families/glm4_moe.py families/glm4v.py, and its"),

@@ -92,7 +92,7 @@ PARTS: dict[str, dict[str, Any]] = {
         | {
             "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
             "shared_expert_intermediate_size": 20, "hc_count": 2, "hc_lowrank": 8, "ple_layer_ids": [1],
-            "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "split_ngram_parts": 2, "indexer_n_heads": 2,
+            "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "split_ngram_parts": 2, "indexer_n_heads": 12,
             "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16, "indexer_compress_ratio": 4,
         },
         "vision_config": ENCODER | {"num_position_embeddings": 16},

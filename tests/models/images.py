@@ -474,6 +474,7 @@ def make_vision_oracle(family: str, config: Any = None):
     torch.manual_seed(0)
     config = VISION[family]() if config is None else config
     oracle = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    oracle.generation_config.eos_token_id = None  # texts go on behind the token at which n-grams end
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
             if "norm" in name or "lambda" in name or name.endswith("bias"):

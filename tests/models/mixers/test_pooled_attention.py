@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxrl_llm.models.mixers.attention import Attention, AttentionArrays, KeyValues
+from jaxrl_llm.models.mixers.attention import Attention, AttentionArrays, KeyValues, ShiftedKeyValues
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs
-from jaxrl_llm.models.mixers.pooled_attention import PooledAttention, PooledPrompt
+from jaxrl_llm.models.mixers.pooled_attention import PooledAttention
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.transformer import attention_mask, segment_positions
@@ -56,6 +56,7 @@ def test_the_best_blocks_by_hand(monkeypatch):
     and at the end of one."""
     rng, mixer = np.random.default_rng(0), PooledAttention(CONFIG, nnx.Rngs(0))
     for norm in (mixer.indexer.q_norm, mixer.indexer.k_norm):
+        assert norm.scale is not None
         norm.scale[...] = jnp.asarray(rng.uniform(0.5, 1.5, 6), jnp.float32)
     segments = np.array([[0, 0, *[1] * 11, *[2] * 9, 0, 0], [1] * 24])
     x = rng.normal(size=(2, 24, 16)).astype(np.float32)
@@ -108,7 +109,7 @@ def test_positions_of_images_move_the_first_block_of_a_row():
     mask = attention_mask(segments)
     inputs = AttentionInputs(segment_positions(segments), segments, mask, rotary=places, shift=jnp.array([5]))
     _, prompt = mixer.prefill(x, inputs, ARRAYS)
-    assert isinstance(prompt, PooledPrompt)
+    assert isinstance(prompt.kept, ShiftedKeyValues)
     np.testing.assert_array_equal(prompt.first, [[8, 9]])
     np.testing.assert_array_equal(prompt.kept.shift, [5])
 
