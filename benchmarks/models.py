@@ -339,12 +339,12 @@ difference.
   two of each head, which are trained, in Mistral Large 4 (`softmax_scaling`), whose rotary frequencies have a trained
   factor each too (`rotary_emb.alpha`). Both are computed in fp32, as its routers are, and `alpha` and the routers'
   matrices stored so whatever `model.param_dtype`.
-- Sparse attention to pools (GLM-5.3-Flash): the indexer rates pools of `index_kpool` tokens, each by a weighted sum of
-  its tokens' keys, and a token attends to the `index_topk` tokens of the best pools that are complete with it, and to
-  the tokens behind the last complete one; one that completes a pool may so not see itself. Pools are counted from the
-  start of a document, and decoding rates those of the prompt without reading its tokens again. Rows of a group share no
-  prefix. transformers has no class for the text part alone: it is `glm5_next_text` here, as which a net without a
-  vision part is exported.
+- Sparse attention to pools (GLM-5.3-Flash, `glm5_next`): the indexer rates pools of `index_kpool` tokens, each by a
+  weighted sum of its tokens' keys, and a token attends to the `index_topk` tokens of the best pools that are complete
+  with it, and to the tokens behind the last complete one; one that completes a pool may so not see itself. Pools are
+  counted from the start of a document, and decoding rates those of the prompt without reading its tokens again. Rows of
+  a group share no prefix. transformers has no class for the text part alone: it is `glm5_next_text` here, as which a
+  net without a vision part is exported.
 - Hyper-connections (DeepSeek-V4, GLM-5.3, Hunyuan 4): layers read and write several streams of hidden states
   (`hc_mult`) by weights that each token gives them, computed in fp32, and mix the streams, but for Hunyuan 4's, after
   `hc_sinkhorn_iters` steps of Sinkhorn and Knopp. Between layers a token has that many hidden states, which count where
