@@ -333,8 +333,8 @@ difference.
   its indexer rates best, exactly so many, in training, prefill and decoding; all latents are computed with, and those
   of others masked. Rows of up to `index_topk` tokens are not rated. The choice has no gradient: training keeps the
   indexer as it is, without moments, and it has no adapters. An indexer may serve the layers behind its own too
-  (`indexer_types`). In Mistral Large 4 layers may also read the latents of an earlier one (`kv_source_layers`), which
-  are cached once.
+  (`indexer_types`). In Mistral Large 4, whose text part has the type `mistral_large4_text`, layers may also read the
+  latents of an earlier one (`kv_source_layers`), which are cached once.
 - Queries that grow with the log of their position: by a number of the model (Llama 4, Ministral 3, Mistral 4), or by
   two of each head, which are trained, in Mistral Large 4 (`softmax_scaling`), whose rotary frequencies have a trained
   factor each too (`rotary_emb.alpha`). Both are computed in fp32, as its routers are, and `alpha` and the routers'
