@@ -310,13 +310,11 @@ class WindowAttention(nnx.Module):
                 seen = best(of_indexer, seen, self.config.index_top)
             sources.append((entries.values[0], seen))
         sources = [source for source in sources if source[1].shape[-1]]
-        scores = [
-            jnp.where(seen[:, None], jnp.einsum("nthd,nsd->nhts", q, x, preferred_element_type=jnp.float32), MASKED)
-            for x, seen in sources
-        ]
+        scores = [jnp.where(seen[:, None], einsum("nthd,nsd->nhts", q, x), MASKED) for x, seen in sources]
         weights = combined_softmax(scores, self.sinks[...][:, None, None])
         pairs = zip(weights, sources, strict=True)
-        return functools.reduce(jnp.add, (jnp.einsum("nhts,nsd->nthd", w.astype(x.dtype), x) for w, (x, _) in pairs))
+        parts = (jnp.einsum("nhts,nsd->nthd", w.astype(x.dtype), x).astype(jnp.float32) for w, (x, _) in pairs)
+        return functools.reduce(jnp.add, parts).astype(q.dtype)
 
     def _with_new(self, made_of, prompt, cache, before, places, arrays, dtype) -> tuple[jax.Array, ...]:
         """The entries of rows with those of the windows that their next tokens may complete."""

@@ -196,6 +196,7 @@ def test_scales_of_other_blocks_are_refused(quantized, tmp_path):
         load_model(tmp_path)
 
 
+@pytest.mark.slow
 def test_deepseek_v4_has_experts_in_four_bits(tmp_path):
     """Two in a byte, with an exponent for each 4 inputs here, and scales whose names are those of their matrices."""
     make_oracle("deepseek_v4").save_pretrained(tmp_path)

@@ -49,7 +49,9 @@ def turned(x, position: int, inv_freq):
     return x
 
 
-@pytest.mark.parametrize("kind", [HeavilyCompressedAttention, CompressedSparseAttention])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(HeavilyCompressedAttention, marks=pytest.mark.slow), CompressedSparseAttention]
+)
 def test_entries_by_hand(kind):
     """Of two documents with padding around them, of which the second one ends within a window."""
     mixer, rng = kind(CONFIG, nnx.Rngs(0)), np.random.default_rng(0)
@@ -107,7 +109,8 @@ def continued(params):
     return tokens, segments, continuations, whole, ids, logits
 
 
-@pytest.mark.parametrize("at_once", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 12))])
+@pytest.mark.slow
+@pytest.mark.parametrize("at_once", [1, 3, 12])
 def test_decoding_equals_whole_rows(params, continued, at_once):
     """Tokens one by one, and several that complete windows of both kinds."""
     tokens, segments, continuations, *_, logits = continued
