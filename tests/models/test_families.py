@@ -344,7 +344,7 @@ def test_entries_of_published_files_read_alike(variant):
 READ_OTHERWISE = {
     "olmo_hybrid": ("rope_parameters",), "olmo_hybrid-rotary": ("rope_parameters",),
     "internvl": ("tie_word_embeddings",), "mistral3": ("tie_word_embeddings",),
-    **dict.fromkeys(("deepseek_vl", "ovis2"), ("tie_word_embeddings",)),
+    **dict.fromkeys(("kimi_k25", "deepseek_vl", "ovis2"), ("tie_word_embeddings",)),
 }  # fmt: skip
 
 

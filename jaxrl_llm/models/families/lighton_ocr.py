@@ -10,7 +10,7 @@ ARCHITECTURE = {"lm": "LightOnOcrForConditionalGeneration", "score": "LightOnOcr
 TEXTS = {qwen3.MODEL_TYPE: qwen3}
 KEYS = llava.as_modules(qwen3.KEYS, mistral3.vision_keys("vision_encoder.", "vision_projection"))
 DEFAULTS = {"image_token_id": 151_655, "spatial_merge_size": 2, "tie_word_embeddings": True}  # for those left out
-ENCODER = {"patch_size": 14, "hidden_act": "silu"}  # and those of its encoder that are not mistral3's
+ENCODER = {"patch_size": 14, "hidden_act": "silu"}  # without a vision_config; else what it leaves out is Pixtral's
 
 
 def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
@@ -18,7 +18,7 @@ def to_config(hf: dict[str, Any], **overrides) -> ModelConfig:
     family, text = llava.text_of(hf, TEXTS)
     entries = {
         "spatial_merge_size": hf["spatial_merge_size"],
-        "vision_config": ENCODER | (hf.get("vision_config") or {}),
+        "vision_config": hf.get("vision_config") or ENCODER,
     }
     encoder = mistral3.encoder_of(entries)
     return llava.config_of_merger(hf, family, text, ARCHITECTURE, encoder, overrides)
