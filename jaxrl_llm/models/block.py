@@ -153,5 +153,5 @@ def normed(norm: RMSNorm | None, x):
 def connected(
     streams: HyperConnection | GatedConnection | None, x
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """What mixer or feed-forward read of the hidden states x, and the function that adds their outputs to these."""
+    """The input of mixer or feed-forward, of hidden states x, and the function that adds their output to these."""
     return (x, functools.partial(jnp.add, x)) if streams is None else streams(x)

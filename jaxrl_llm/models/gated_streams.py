@@ -48,14 +48,14 @@ class GatedMean(nnx.Module):
 
 
 class GatedConnection(GatedMean):
-    """What mixer or feed-forward read of the streams, and how their outputs are added to them."""
+    """The weights by which mixer or feed-forward read the streams, and by which their outputs are added to them."""
 
     def __init__(self, config, rngs: nnx.Rngs):
         super().__init__(config, rngs)
         self.inject = Linear(config.hyper_streams * config.width, config.hyper_streams, config, rngs)
 
     def __call__(self, streams) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-        """What is read `[...,D]` of streams `[...,S,D]`, and the function of an output `[...,D]` that returns the
+        """The input `[...,D]` read of streams `[...,S,D]`, and the function of an output `[...,D]` that returns the
         streams behind it."""
         read, joint = self.read(streams)
         shares = 2 * jax.nn.sigmoid(self.inject(joint) / streams.shape[-2])

@@ -52,7 +52,7 @@ class HyperWeights(nnx.Module):
 
 
 class HyperConnection(nnx.Module):
-    """What mixer or feed-forward read of the streams, and how their outputs are added to these."""
+    """The weights by which mixer or feed-forward read the streams, and by which their outputs are added to these."""
 
     def __init__(self, config, rngs: nnx.Rngs):
         count, self.steps = config.hyper_streams, config.hyper_sinkhorn
@@ -60,7 +60,7 @@ class HyperConnection(nnx.Module):
         self.weights = HyperWeights(config, rngs, count, count, *([count**2] if self.steps else []))
 
     def __call__(self, streams) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-        """What is read `[...,D]` of streams `[...,S,D]`, and the function of an output `[...,D]` that returns the
+        """The input `[...,D]` read of streams `[...,S,D]`, and the function of an output `[...,D]` that returns the
         streams behind it."""
         read, written, *mixing = self.weights(streams)
         written = self.most * jax.nn.sigmoid(written) + (0.0 if mixing else self.eps)

@@ -355,7 +355,7 @@ class Transformer(nnx.Module):
 def _layout(
     config: ModelConfig, inputs: Inputs, segments, positions, images: ImageEmbeddings | None
 ) -> AttentionInputs:
-    """Which tokens see each other in rows of these segments and positions `[N,T]`, and how they are rotated."""
+    """The tokens that see each other in rows of these segments and positions `[N,T]`, and their rotations."""
     tokens, prefixes, c, runs = inputs.tokens, inputs.prefix_segments, config, None
     if prefixes is not None and not c.shares_prefixes:
         raise ConfigError(

@@ -107,7 +107,7 @@ def _ropes(hf: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _clips(hf: dict[str, Any], layers: int) -> tuple[tuple[float, float], ...]:
-    """What gates and ups are clipped to, of experts and of other feed-forwards, in each layer; () where in none."""
+    """The limits of gates and ups, of experts and of other feed-forwards, in each layer; () where none has any."""
     lists = [hf.get(entry) or [0.0] * layers for entry in CLIPS]
     for entry, given in zip(CLIPS, lists, strict=True):
         if len(given) != layers:

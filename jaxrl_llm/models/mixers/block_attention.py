@@ -151,7 +151,7 @@ class BlockAttention(Attention):
         return kept & seen[..., None, :]
 
     def _best(self, rated) -> jax.Array:
-        """Whether a block is among the best that are seen, `[...,b]` as rates are, -inf of those that are not."""
+        """True for a block among the best that are seen, `[...,b]` as rates are, -inf of those that are not."""
         count = min(self.config.index_top // self.config.index_block, rated.shape[-1])
         values, best = jax.lax.top_k(rated, count)
         return jnp.put_along_axis(jnp.zeros(rated.shape, bool), best, values > -jnp.inf, axis=-1, inplace=False)

@@ -86,7 +86,7 @@ class Compressor(nnx.Module):
         self.norm = RMSNorm(size, config, rngs)
 
     def made_of(self, x) -> jax.Array:
-        """What the entries are made of, of tokens x `[...,D]`."""
+        """The numbers that entries are made of, of tokens x `[...,D]`."""
         return jnp.concatenate([self.kv(x), self.scores(x)], axis=-1)
 
     def entries(self, made_of, windows, arrays: AttentionArrays) -> jax.Array:
@@ -155,7 +155,7 @@ class WindowAttention(nnx.Module):
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
-        """What makes entries: those that are attended to, and keys of the indexer."""
+        """The compressors: that of the entries which are attended to, and that of the indexer's keys."""
         return ()
 
     @classmethod
@@ -343,7 +343,7 @@ class WindowAttention(nnx.Module):
         return jax.lax.fori_loop(0, completes.astype(jnp.int32), follow, cache.entries)
 
     def _seen_entries(self, index, prompt, entries, before, places) -> list[jax.Array]:
-        """Which entries of prompt `[G,R,W,E]` and row each of the next tokens sees."""
+        """The entries of prompt `[G,R,W,E]` and row that each of the next tokens sees."""
         complete = ((before[..., None] + places + 1) // self.ratio(self.config))[..., None]
         in_prompt = (before // self.ratio(self.config))[..., None, None]  # [G,1,1,1] entries
         counts = [prompt.entries[0].shape[1], entries[0].shape[2]]
@@ -376,7 +376,7 @@ class HeavilyCompressedAttention(WindowAttention):
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
-        """What makes entries."""
+        """The compressor of entries."""
         return (self.compressor,)
 
     @classmethod
@@ -407,7 +407,7 @@ class CompressedSparseAttention(HeavilyCompressedAttention):
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
-        """What makes entries, and keys of the indexer."""
+        """The compressors of entries, and of the indexer's keys."""
         return (self.compressor, self.indexer)
 
     @classmethod

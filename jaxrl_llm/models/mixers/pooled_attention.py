@@ -72,7 +72,7 @@ class PooledIndexer(nnx.Module):
         return jax.lax.stop_gradient(pooled)
 
     def chosen(self, dims: str, q, parts, complete) -> jax.Array:
-        """Whether blocks `[...,t,b]` are among the best of the `complete` ones.
+        """True for blocks `[...,t,b]` among the best of the `complete` ones.
 
         `parts` are arrays of their keys, one behind another, of queries q `[...,t,i,e]`; `dims` are for each those of
         the product with one head, parted by spaces.
@@ -150,8 +150,8 @@ class PooledAttention(Attention):
         return out, PooledRow(kept, keys)
 
     def _seen_of_rows(self, q, blocks, ends, last, segments) -> jax.Array:
-        """Which tokens `[N,T,T]` of its document each one sees of those before it, by queries q `[N,T,i,e]` and blocks
-        `[N,b,e]`, whose `last` tokens `[N,b]` are those of `ends` `[N,T]`."""
+        """The tokens `[N,T,T]` of its document that each one sees of those before it, by queries q `[N,T,i,e]` and
+        blocks `[N,b,e]`, whose `last` tokens `[N,b]` are those of `ends` `[N,T]`."""
         index = jnp.arange(ends.shape[1])
         own = _at(segments, last)[:, None] == segments[..., None]
         complete = own & (last[:, None] <= index[:, None])
@@ -163,8 +163,8 @@ class PooledAttention(Attention):
         return jnp.take_along_axis(seen, number[:, None], axis=-1) | (until[:, None] > index[:, None])
 
     def _seen_of_next(self, q, keys, prompt: PooledPrompt, shift, inputs: DecodeInputs, arrays) -> jax.Array:
-        """Which tokens of prompt and row `[G,R,W,P+S]` the next ones see, by queries q `[G,R,W,i,e]` and the row's keys
-        `[G,R,S+B,e]`."""
+        """The tokens of prompt and row `[G,R,W,P+S]` that the next ones see, by queries q `[G,R,W,i,e]` and the row's
+        keys `[G,R,S+B,e]`."""
         size, mask, before = self.config.index_block, inputs.prompt_mask, prompt.blocks.shape[1]
         (groups, rows), room = inputs.length.shape, keys.shape[2] - size
         length = mask.sum(-1, keepdims=True)  # [G,1]

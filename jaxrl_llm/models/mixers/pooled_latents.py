@@ -139,5 +139,5 @@ class PooledLatentAttention(SparseLatentAttention):
         return (kept | behind) & (token >= 0) & (token <= own)
 
     def _best(self, scores, seen) -> jax.Array:
-        """Whether a pool is among the best that are `seen`, `[...,m]` as both are."""
+        """True for a pool among the best that are `seen`, `[...,m]` as both are."""
         return best(scores, seen, min(self.config.index_top // self.config.index_pool, scores.shape[-1]))

@@ -116,12 +116,12 @@ class SparseLatentAttention(LatentAttention):
         return self.indexer(x, residual, positions, arrays)
 
     def _chosen_of_rows(self, q, keys, weights, inputs: AttentionInputs) -> jax.Array:
-        """Which tokens `[N,T,T]` those of whole rows attend to."""
+        """The tokens `[N,T,T]` that those of whole rows attend to."""
         assert inputs.mask is not None
         return best(rated("nti,nsi->nts", q, keys, weights), inputs.mask, self.config.index_top)
 
     def _chosen_of_next(self, q, prompt, row, weights, inputs: DecodeInputs) -> jax.Array:
-        """Which tokens of prompt and row `[G,R,W,P+S]` the next tokens attend to, of keys `[G,R,S,e]` of the row."""
+        """The tokens of prompt and row `[G,R,W,P+S]` that the next tokens attend to, of keys `[G,R,S,e]` of the row."""
         scores = [rated("grwi,gsi->grws", q, prompt.keys, weights), rated("grwi,grsi->grws", q, row, weights)]
         place = (inputs.length[:, :, None] + jnp.arange(q.shape[2]))[..., None]
         seen = (inputs.prompt_mask[:, None, None], jnp.arange(row.shape[2]) <= place)
@@ -171,6 +171,6 @@ def rated(dims: str, q, keys, weights) -> jax.Array:
 
 
 def best(scores, seen, count: int) -> jax.Array:
-    """Whether a token is among the `count` best that are `seen`, `[...,t,s]` as both are."""
+    """True for a token among the `count` best that are `seen`, `[...,t,s]` as both are."""
     found = jax.lax.top_k(jnp.where(seen, scores, UNSEEN), count)[1]
     return seen & jnp.put_along_axis(jnp.zeros_like(seen), found, True, axis=-1, inplace=False)
