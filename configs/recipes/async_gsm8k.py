@@ -13,7 +13,7 @@ data: `openai/gsm8k` of the hub; nothing to prepare.
 |---|---|---|---|---|
 | qwen3-0.6b | 1 | 21 to 36 | planned | none |
 | qwen3-1.7b | 1 | 36 to 52 | planned | none |
-| qwen3-8b,full | 8 | 25 to 49 | planned | 2.3 to 2.7 times the speed of turns, on other data (verl, fully asynchronous) |
+| qwen3-8b,full | 8 | 25 to 49 | planned | 2.3 to 2.7 times the speed in turns, other data (verl, fully asynchronous) |
 """
 
 from pathlib import Path

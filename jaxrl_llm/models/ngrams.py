@@ -151,8 +151,8 @@ class NGrams(nnx.Module):
         return (self.ngrams.conv - 1) * self.ngrams.size
 
     def _values(self, x, latest: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """The numbers that are added to the streams x `[...,S,D]` of tokens, and the same normed, as the convolution reads
-        them, `[...,S*D]`."""
+        """The numbers that are added to the streams x `[...,S,D]` of tokens, and the same normed, as the
+        convolution reads them, `[...,S*D]`."""
         c = self.ngrams
         rows = table_rows(shifted(latest, c.eos), c, self.index, self.vocabulary)
         e = self.embed(rows.reshape(len(rows), -1), x.dtype).reshape(*rows.shape[:-1], -1)
