@@ -561,7 +561,7 @@ def test_a_class_with_the_signature_of_verl(tmp_path):
     [
         ("empty.jsonl", b"", "the file is empty"),
         ("empty.csv", b"", "the file is empty"),
-        ("empty.jsonl.gz", gzip.compress(b""), "the file is empty"),
+        ("empty.jsonl.gz", gzip.compress(b"", mtime=0), "the file is empty"),
         ("blank.jsonl", b"\n \n", "the file has empty lines alone"),
         ("head.csv", b"prompt,answer\n", "no rows"),
         ("bytes.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', r"line 2 is not UTF-8 \(byte 0xff\)"),
