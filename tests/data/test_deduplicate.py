@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from PIL import Image
 import jaxrl_llm
 from jaxrl_llm.commands.preview import preview
 from jaxrl_llm.config import ConfigError, default
+from jaxrl_llm.rewards.runner import load_rewards
 from jaxrl_llm.training.setup import evaluation
 from jaxrl_llm.training.setup.data import read_data
 from jaxrl_llm.training.setup.given import Given
@@ -91,10 +93,11 @@ def test_samples_leave_out_what_is_trained_on(config, monkeypatch):
     model: Any = SimpleNamespace(tokenizer=data.tokenizer)
     monkeypatch.setattr(evaluation, "build_worker", lambda *_: None)
     nothing: Any = None
-    setup = Setup(config, nothing, model, nothing, nothing, nothing)
-    in_run = evaluation.build_evaluate(setup, nothing, nothing, data.held_out)
-    for found in (in_run.sets, evaluation.build_evaluations(config, model, nothing, None, nothing)):
-        assert [[row["prompt"] for row in one.examples] for one in found] == [["sort:9="]]
+    with closing(load_rewards("think_format")) as rewards:
+        setup = Setup(config, nothing, model, rewards, nothing, nothing)
+        in_run = evaluation.build_evaluate(setup, nothing, nothing, data.held_out)
+        for found in (in_run.sets, evaluation.build_evaluations(config, model, rewards, None, nothing)):
+            assert [[row["prompt"] for row in one.examples] for one in found] == [["sort:9="]]
     assert evaluation.kept_prompts(config, data.tokenizer, None) == [True]
     assert re.search(r"evaluated on: more.jsonl\nrows +1, of which 1 are used", preview(config))
 

@@ -62,8 +62,8 @@ CONFIG_FAULTS = {
         "model_type 'bert' is not supported; supported are llama, qwen2, qwen3, mistral, gemma",
     ),
     "what is known not to be computed": (
-        {"model_type": "longcat_flash"},
-        r"model_type 'longcat_flash' is not supported \(experts that skip a layer\); supported are llama",
+        {"model_type": "zaya"},
+        r"model_type 'zaya' is not supported \(attention to convolved queries and keys\); supported are llama",
     ),
     "no text part": ({"model_type": "gemma3"}, "text_config = None is not supported"),
     "no model_type": ({"model_type": "remove"}, "model_type None"),
