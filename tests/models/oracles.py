@@ -777,7 +777,7 @@ VARIANTS = {
     ),
     "phimoe-long": lambda: PhimoeConfig(
         **SHAPE, num_experts_per_tok=2, num_local_experts=4, sliding_window=WINDOW, max_position_embeddings=256,
-        rope_parameters={
+        router_jitter_noise=0.3, rope_parameters={
             "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3, 1.7], "short_mscale": 1.3,
             "long_factor": [1.0, 2.5, 6.0, 9.0], "long_mscale": 1.3, "original_max_position_embeddings": 64,
         },
@@ -926,7 +926,8 @@ UNTRAINED = (
     "indexer.softmax_scaling.bias", "indexer.index_qk_proj.weight", "indexer.q_layernorm.weight",
     "indexer.k_layernorm.weight", *(f"indexer.compressor.{x}" for x in ("wkv.weight", "wgate.weight", "ape")),
     "indexer.compressor.norm.weight", "tid2eid", "ffn.gate.bias",
-    "indexer.index_kpool_compress_gate", "indexer.index_kpool_compress_ape",
+    "indexer.index_kpool_compress_gate", *(f"indexer.{x}.weight" for x in ("q_proj", "k_proj", "q_norm", "k_norm")),
+    "indexer.index_kpool_compress_ape",
 )  # fmt: skip
 SHAKEN = (
     "bias", "sinks", "scale", "base", "router.gate.weight", "alpha_p", "alpha_n", "rotary_emb.alpha",
@@ -947,7 +948,7 @@ NO_CLASSIFIER = (  # of which transformers has none
 ALIKE = {
     "glm4_moe_lite": "deepseek_v3", "cwm": "smollm3", "ministral": "smollm3", "gemma4_unified_text": "gemma4_text",
     "internlm3": "llama", "iquestcoder": "llama", "sarvam_mla": "deepseek_v3", "sarvam_moe": "glm4_moe",
-    "hyperclovax": "granite", "hy_v3": "glm4_moe", "apertus1p5_text": "apertus",
+    "hyperclovax": "granite", "hy_v3": "dots1", "apertus1p5_text": "apertus",
 }  # fmt: skip
 FAMILIES = [name for name in VARIANTS if "-" not in name and name != "llama3"]
 

@@ -64,7 +64,8 @@ def alone(oracle, documents):
 
 
 def is_dynamic(model):
-    return model.net.config.rope.changes_beyond is not None
+    """True where rows of these tests are longer than those that are all rotated alike."""
+    return (model.net.config.rope.changes_beyond or math.inf) < 36
 
 
 @pytest.mark.parametrize("variant", IN_SHORT)

@@ -58,6 +58,8 @@ def from_config(config: ModelConfig, base: dict[str, Any] | None) -> dict[str, A
     del own["rope_interleave"]
     given = {} if base is None else multipliers(with_defaults(base))
     if any(getattr(config, field) != given.get(field) for field in ("embed_scale", "residual_scale", "logit_divisor")):
-        own["scale_emb"], own["dim_model_base"] = config.embed_scale, config.width / config.logit_divisor
+        base_width = config.width / config.logit_divisor
+        own["dim_model_base"] = int(base_width) if base_width.is_integer() else base_width  # transformers takes no 20.0
+        own["scale_emb"] = config.embed_scale
         own["scale_depth"] = config.residual_scale * math.sqrt(config.layers)
     return decoder.from_config(config, base, ARCHITECTURE, MODEL_TYPE, own)
