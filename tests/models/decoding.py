@@ -75,3 +75,21 @@ def decode_greedily(net, params, tokens, segments, steps: int, repeats: int):
         token = logits[:, :, 0].argmax(-1)
         found.append(token)
     return np.stack(found, axis=-1)
+
+
+def whole_rows_of_decoding(net, params, documents, continuations, packs=(2, 4)):
+    """The rows `[6,T]` of three documents with two continuations `[3,2,6]` each, and their segments, once their logits
+    are those of decoding one token and three at once, and those of the rows `packs` those of both in one row."""
+    tokens, segments = padded(documents, "left")
+    whole = np.concatenate([np.repeat(tokens, 2, 0), continuations.reshape(6, 6)], axis=1)
+    ids = np.concatenate([np.repeat(segments, 2, 0), np.ones((6, 6), int)], axis=1)
+    expected = np.asarray(logits_of(net, params, whole, ids))[:, tokens.shape[1] :].reshape(3, 2, 6, -1)
+    for at_once in (1, 3):
+        found = continued_logits(net, params, tokens, segments, continuations, at_once)
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+    packed = np.concatenate([whole[row][ids[row] > 0] for row in packs])
+    lengths = [int((ids[row] > 0).sum()) for row in packs]
+    together = np.asarray(logits_of(net, params, packed[None], np.repeat([1, 2], lengths)[None]))[0]
+    alone = [np.asarray(logits_of(net, params, whole[[row]], ids[[row]]))[0][ids[row] > 0] for row in packs]
+    np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-4)
+    return whole, ids

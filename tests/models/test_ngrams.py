@@ -10,10 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen4ExpTextConfig
 
-import jaxrl_llm
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.families import qwen4_exp_text
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.files.hf import EMBEDDED
@@ -22,7 +19,8 @@ from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.ngrams import NGramConfig, shifted, table_rows
 from tests.models import oracles
-from tests.models.decoding import continued_logits, logits_of, padded
+from tests.models.decoding import continued_logits, logits_of, padded, whole_rows_of_decoding
+from tests.models.short_run import trained_and_kept
 
 NGRAMS = NGramConfig((1, 4), eos=5, width=24, size=4, heads=2, rows=20_000_000)
 
@@ -70,17 +68,7 @@ def test_decoding_equals_whole_rows(folder):
     documents = [rng.integers(28, 33, length) for length in (7, 10, 1)]  # with ends of text among them
     tokens, segments = padded(documents, "left")
     continuations = rng.integers(28, 33, (3, 2, 6))
-    whole = np.concatenate([np.repeat(tokens, 2, 0), continuations.reshape(6, 6)], axis=1)
-    ids = np.concatenate([np.repeat(segments, 2, 0), np.ones((6, 6), int)], axis=1)
-    expected = np.asarray(logits_of(net, params, whole, ids))[:, tokens.shape[1] :].reshape(3, 2, 6, -1)
-    for at_once in (1, 3):
-        found = continued_logits(net, params, tokens, segments, continuations, at_once)
-        np.testing.assert_allclose(found, expected, atol=1e-4)
-    packed = np.concatenate([whole[2][ids[2] > 0], whole[4][ids[4] > 0]])
-    lengths = [int((ids[row] > 0).sum()) for row in (2, 4)]
-    together = np.asarray(logits_of(net, params, packed[None], np.repeat([1, 2], lengths)[None]))[0]
-    alone = [np.asarray(logits_of(net, params, whole[[row]], ids[[row]]))[0][ids[row] > 0] for row in (2, 4)]
-    np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-4)
+    whole, ids = whole_rows_of_decoding(net, params, documents, continuations)
     half = Net(dataclasses.replace(net.config, dtype="bfloat16"))
     assert np.isfinite(logits_of(half, params, whole, np.zeros_like(ids))).all()  # of padding alone too
     rows = np.asarray(logits_of(half, params, whole, ids))[:, tokens.shape[1] :].reshape(3, 2, 6, -1)
@@ -140,20 +128,9 @@ def test_new_tokens_would_move_rows(tmp_path):
 def test_a_run_keeps_the_indexer(root, tmp_path):
     """The sampler's log-probs are the trainer's, and the export is read back with the end of text of its hashes."""
     wide_folder(tmp_path / "model", 320)
-    made = load_config_file(f"{root / 'configs' / 'grpo'}.py:tiny")
-    made.model.path, made.model.tokenizer = str(tmp_path / "model"), "embedded:sort"
-    made.output_dir, made.eval.every, made.logging.backends = str(tmp_path / "run"), -1, ("jsonl",)
-    made.optimizer.warmup_steps, made.optimizer.weight_decay, made.optimizer.learning_rate = 0, 0.1, 1e-2
-    result = jaxrl_llm.train(made)
-    before, after = (
-        {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(load_model(folder).params)}
-        for folder in (tmp_path / "model", result.output_dir / "hf")
-    )
-    kept = {name for name, x in after.items() if np.array_equal(x, before[name])}
-    assert kept == {name for name in after if "/indexer/" in name}
-    name = "sampling/sampling_logp_difference/max"
-    assert max(abs(line[name]) for line in result.metrics if name in line) < 1e-4
-    again = AutoModelForCausalLM.from_pretrained(result.output_dir / "hf", output_loading_info=True)
+    names, kept = trained_and_kept(root, tmp_path)
+    assert kept == {name for name in names if "/indexer/" in name}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf", output_loading_info=True)
     assert not any(again[1].values()) and again[0].config.eos_token_id[0] == 30
 
 

@@ -9,10 +9,7 @@ import pytest
 from flax import nnx
 from transformers import AutoModelForCausalLM, DeepseekV4Config
 
-import jaxrl_llm
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.families import family_of
 from jaxrl_llm.models.mixers import compressed_attention
 from jaxrl_llm.models.mixers.compressed_attention import (
@@ -20,13 +17,13 @@ from jaxrl_llm.models.mixers.compressed_attention import (
     HeavilyCompressedAttention,
     WindowAttention,
 )
-from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.rope import Rope
 from jaxrl_llm.models.transformer import segment_positions
 from tests.models.decoding import continued_logits, decode, logits_of, padded, prefill, row_caches
 from tests.models.oracles import VARIANTS
+from tests.models.short_run import trained_and_kept
 
 CONFIG = ModelConfig(
     vocab_size=31, width=16, layers=3, heads=4, kv_heads=1, head_dim=8, ffn=24, init_scale=0.4, norm_eps=1e-3,
@@ -188,20 +185,9 @@ def test_a_run_keeps_indexers_and_tables(root, tmp_path):
         if name.endswith("tid2eid"):
             buffer.random_(oracle.config.n_routed_experts)
     oracle.save_pretrained(tmp_path / "model")
-    made = load_config_file(f"{root / 'configs' / 'grpo'}.py:tiny")
-    made.model.path, made.model.tokenizer = str(tmp_path / "model"), "embedded:sort"
-    made.output_dir, made.eval.every, made.logging.backends = str(tmp_path / "run"), -1, ("jsonl",)
-    made.optimizer.warmup_steps, made.optimizer.weight_decay, made.optimizer.learning_rate = 0, 0.1, 1e-2
-    result = jaxrl_llm.train(made)
-    before, after = (
-        {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(load_model(folder).params)}
-        for folder in (tmp_path / "model", result.output_dir / "hf")
-    )
-    kept = {name for name, x in after.items() if np.array_equal(x, before[name])}
-    assert kept == {name for name in after if "/indexer/" in name or name.endswith(("/correction", "/table"))}
-    name = "sampling/sampling_logp_difference/max"
-    assert max(abs(line[name]) for line in result.metrics if name in line) < 1e-4
-    again = AutoModelForCausalLM.from_pretrained(result.output_dir / "hf", output_loading_info=True)
+    names, kept = trained_and_kept(root, tmp_path)
+    assert kept == {name for name in names if "/indexer/" in name or name.endswith(("/correction", "/table"))}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf", output_loading_info=True)
     assert not any(again[1].values()) and again[0].config.model_type == "deepseek_v4"
 
 

@@ -14,7 +14,7 @@ from jaxrl_llm.models.mixers.pooled_attention import PooledAttention
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.transformer import attention_mask, segment_positions
-from tests.models.decoding import continued_logits, logits_of, padded
+from tests.models.decoding import whole_rows_of_decoding
 
 CONFIG = ModelConfig(
     vocab_size=31, width=16, layers=3, heads=4, kv_heads=2, head_dim=8, ffn=24, init_scale=0.4, norm_eps=1e-3,
@@ -120,16 +120,5 @@ def test_decoding_equals_whole_rows(block):
     """Tokens one by one and three at once, of prompts shorter and longer than what is chosen; packed documents too."""
     net, rng = Net(dataclasses.replace(CONFIG, index_block=block)), np.random.default_rng(2)
     params = jax.jit(net.init)(jax.random.key(0))
-    tokens, segments = padded([rng.integers(0, 31, length) for length in (7, 10, 2)], "left")
-    continuations = rng.integers(0, 31, (3, 2, 6))
-    whole = np.concatenate([np.repeat(tokens, 2, 0), continuations.reshape(6, 6)], axis=1)
-    ids = np.concatenate([np.repeat(segments, 2, 0), np.ones((6, 6), int)], axis=1)
-    expected = np.asarray(logits_of(net, params, whole, ids))[:, tokens.shape[1] :].reshape(3, 2, 6, -1)
-    for at_once in (1, 3):
-        found = continued_logits(net, params, tokens, segments, continuations, at_once)
-        np.testing.assert_allclose(found, expected, atol=1e-4)
-    packed = np.concatenate([whole[2][ids[2] > 0], whole[4][ids[4] > 0]])
-    lengths = [int((ids[row] > 0).sum()) for row in (2, 4)]
-    together = np.asarray(logits_of(net, params, packed[None], np.repeat([1, 2], lengths)[None]))[0]
-    alone = [np.asarray(logits_of(net, params, whole[[row]], ids[[row]]))[0][ids[row] > 0] for row in (2, 4)]
-    np.testing.assert_allclose(together, np.concatenate(alone), atol=1e-4)
+    documents = [rng.integers(0, 31, length) for length in (7, 10, 2)]
+    whole_rows_of_decoding(net, params, documents, rng.integers(0, 31, (3, 2, 6)))

@@ -9,21 +9,18 @@ import pytest
 from flax import nnx
 from transformers import AutoModelForCausalLM, Glm5NextTextConfig
 
-import jaxrl_llm
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.flags import load_config_file
-from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.families import glm5_next_text
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs
 from jaxrl_llm.models.mixers.pooled_latents import PooledLatentAttention, PromptPools
 from jaxrl_llm.models.mixers.sparse_attention import SharedSparseAttention
-from jaxrl_llm.models.model import load_model
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.transformer import attention_mask, segment_positions
-from tests.models.decoding import continued_logits, logits_of, padded
+from tests.models.decoding import logits_of, whole_rows_of_decoding
 from tests.models.oracles import VARIANTS
+from tests.models.short_run import trained_and_kept
 
 CONFIG = ModelConfig(
     vocab_size=61, width=16, layers=3, heads=4, kv_heads=4, head_dim=8, ffn=24, init_scale=0.4, norm_eps=1e-3,
@@ -106,19 +103,9 @@ def test_decoding_equals_whole_rows(size):
     net, rng = Net(config), np.random.default_rng(2)
     params = jax.jit(net.init)(jax.random.key(0))
     # Tokens that are alike would be rated alike by the first layer, and by chance one or the other chosen for the next.
-    tokens, segments = padded([rng.permutation(31)[:length] for length in (7, 10, 1)], "left")
+    documents = [rng.permutation(31)[:length] for length in (7, 10, 1)]
     continuations = 31 + np.stack([rng.permutation(30)[:6] for _ in range(6)]).reshape(3, 2, 6)
-    whole = np.concatenate([np.repeat(tokens, 2, 0), continuations.reshape(6, 6)], axis=1)
-    ids = np.concatenate([np.repeat(segments, 2, 0), np.ones((6, 6), int)], axis=1)
-    expected = np.asarray(logits_of(net, params, whole, ids))[:, tokens.shape[1] :].reshape(3, 2, 6, -1)
-    for at_once in (1, 3):
-        found = continued_logits(net, params, tokens, segments, continuations, at_once)
-        np.testing.assert_allclose(found, expected, atol=1e-4)
-    packed = np.concatenate([whole[2][ids[2] > 0], whole[0][ids[0] > 0]])
-    layout = np.repeat([1, 2], [16, 13])[None]
-    together = np.asarray(logits_of(net, params, packed[None], layout))[0]
-    np.testing.assert_allclose(together[10:16], expected[1, 0], atol=1e-4)
-    np.testing.assert_allclose(together[-6:], expected[0, 0], atol=1e-4)
+    whole_rows_of_decoding(net, params, documents, continuations, packs=(2, 0))
 
 
 @pytest.mark.slow
@@ -144,19 +131,8 @@ def test_a_run_keeps_the_indexer(root, tmp_path):
     """Weight decay leaves it as it is too, and the sampler's log-probs are the trainer's."""
     entries = VARIANTS["glm5_next_text"]().to_dict() | {"vocab_size": 320, "swiglu_limit": 2.0}
     AutoModelForCausalLM.from_config(Glm5NextTextConfig(**entries)).save_pretrained(tmp_path / "model")
-    made = load_config_file(f"{root / 'configs' / 'grpo'}.py:tiny")
-    made.model.path, made.model.tokenizer = str(tmp_path / "model"), "embedded:sort"
-    made.output_dir, made.eval.every, made.logging.backends = str(tmp_path / "run"), -1, ("jsonl",)
-    made.optimizer.warmup_steps, made.optimizer.weight_decay, made.optimizer.learning_rate = 0, 0.1, 1e-2
-    result = jaxrl_llm.train(made)
-    before, after = (
-        {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(load_model(folder).params)}
-        for folder in (tmp_path / "model", result.output_dir / "hf")
-    )
-    kept = {name for name, x in after.items() if np.array_equal(x, before[name])}
-    assert kept == {name for name in after if "/indexer/" in name or name.endswith("/correction")}
-    name = "sampling/sampling_logp_difference/max"
-    assert max(abs(line[name]) for line in result.metrics if name in line) < 1e-4
+    names, kept = trained_and_kept(root, tmp_path)
+    assert kept == {name for name in names if "/indexer/" in name or name.endswith("/correction")}
 
 
 @pytest.mark.parametrize(
