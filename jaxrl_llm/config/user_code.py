@@ -1,4 +1,4 @@
-"""Calls of users' functions: whatever such a function does to exit, by `sys.exit` or `os._exit`, becomes an error.
+"""Calls of users' functions: what such a function does to exit, by `sys.exit`, `os._exit` or `os.exec`, is an error.
 
 with contained():
     results = function(completions)  # raises an Exception, or Ctrl-C and nothing else
@@ -17,13 +17,14 @@ import traceback as tracebacks
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 RAISE = dis.opmap["RAISE_VARARGS"]
 PACKAGE = Path(__file__).parents[1]
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 _process = contextvars.ContextVar[int | None]("process", default=None)  # in which a user's function is running
 _exit = os._exit
+ENDS = ("_exit", "execv", "execve")  # of os: they end the process, and all others of os that do call these
 is_worker = False  # True: this process works for a run, which sees its end
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,11 +39,11 @@ def contained() -> Iterator[None]:
     """Raise LeftError for what a function raises beside ordinary errors.
 
     Ctrl-C passes, and so do this package's own exits and the cancellation of the coroutine that this is in. A process
-    that the function has forked ends here, where it would go on as a second run: it returned, or could not start its
-    program.
+    that the function has forked ends here, where it would go on as a second run: it returned, could not start its
+    program, or called `sys.exit`, whose code it gets.
     """
     if not is_worker:
-        os._exit = _end_process  # with which a function would end the run, and with code 0 as if it were done
+        _guard_ends()  # with which a function would end the run, and with code 0 as if it were done
     process = os.getpid()
     token = _process.set(process)
     try:
@@ -56,19 +57,38 @@ def contained() -> Iterator[None]:
         raise LeftError(f"{said}, in {place(error)}").with_traceback(error.__traceback__) from error
     finally:
         if os.getpid() != process:
-            if sys.exc_info()[0] is not None:
-                tracebacks.print_exc()
+            error = sys.exc_info()[1]
+            match error.__cause__ if isinstance(error, LeftError) else None:
+                case SystemExit(code=int() | None as code):
+                    _exit((code or 0) & 255)
+            if error is not None:
+                tracebacks.print_exception(error)
             _exit(1)
         _process.reset(token)
 
 
-def _end_process(status: int) -> NoReturn:
-    """`os._exit`, an error where a user's function calls it: not in a process that it forks, nor in this package."""
-    caller = sys._getframe(1)
-    code = caller.f_code
-    if _process.get() == os.getpid() and not Path(code.co_filename).is_relative_to(PACKAGE):
-        raise LeftError(f"it called os._exit({status!r}), in {code.co_qualname} ({code.co_filename}:{caller.f_lineno})")
-    _exit(status)
+@functools.cache
+def _guard_ends() -> None:
+    """Make each of ENDS an error where a user's function calls it: not in a process that it forks, nor in this
+    package."""
+
+    def guarded(name: str, end: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(end)
+        def ends(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1)
+            while caller.f_globals is vars(os) and caller.f_back is not None:  # os.execvp calls execv
+                caller = caller.f_back
+            code = caller.f_code
+            if _process.get() == os.getpid() and not Path(code.co_filename).is_relative_to(PACKAGE):
+                shown = ", ".join(map(repr, args[:1]))  # others of execve are secrets of the environment
+                where = f"{code.co_qualname} ({code.co_filename}:{caller.f_lineno})"
+                raise LeftError(f"it called os.{name}({shown}), in {where}")
+            return end(*args, **kwargs)
+
+        return ends
+
+    for name in ENDS:
+        setattr(os, name, guarded(name, getattr(os, name)))
 
 
 async def contained_await(result: Awaitable[Any]) -> Any:

@@ -40,15 +40,17 @@ class Log:
 
     def log_metric(self, name: str, value: float) -> None:
         """Log a number; those of one name are averaged over the step."""
-        self.metrics[name].append(float(value))
+        self.metrics[_named("log_metric", name)].append(float(value))
 
     def log_extra(self, column: str, values: list[Any]) -> None:
         """Add a column, one value for each completion, to the table of completions."""
-        self.columns[column].extend(values)
+        if isinstance(values, str | bytes | Mapping | Set):
+            raise TypeError(f"log_extra takes a list with a value for each completion, not {shorten(values, 60)}")
+        self.columns[_named("log_extra", column)].extend(values)
 
     def log_total(self, name: str, value: float) -> None:
         """Log a number; those of one name are added up over the step."""
-        self.totals[name] += float(value)
+        self.totals[_named("log_total", name)] += float(value)
 
     def extend(self, other: "Log", columns: bool = True) -> None:
         """Append what `other` holds, with or without its columns."""
@@ -162,6 +164,13 @@ class Call:
     def describe(self, row: int) -> str:
         """The row's arguments, shortened for an error message."""
         return shorten({name: values[row] for name, values in self.arguments.items() if name != "completion_ids"})
+
+
+def _named(service: str, name: str) -> str:
+    """The name that a user's function gave to a service. Raises TypeError for one that is no text."""
+    if not isinstance(name, str):
+        raise TypeError(f"{service} takes a name that is a text, not {shorten(name, 60)}")
+    return name
 
 
 PLAIN = frozenset((str, int, float, bool, type(None), bytes))

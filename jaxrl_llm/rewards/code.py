@@ -252,29 +252,33 @@ def _names(sources: tuple[str, ...]) -> dict[str, Any]:
     used, bound, bases, defined, of_pytest = set(), set(), set(), [], {}
     together, alone = set(), set()
     for source in sources:
-        with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # it passes for no program
+        try:
             tree = ast.parse(source)
-            defined += [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-            for node in tree.body:
-                if isinstance(node, ast.AsyncFunctionDef) or (
-                    isinstance(node, ast.FunctionDef) and len(node.args.args) > len(node.args.defaults)
-                ):
-                    of_pytest[node.name] = node.args
-            for node in ast.walk(tree):
-                match node:
-                    case ast.Name():
-                        (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
-                    case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.ExceptHandler():
-                        bound.add(node.name)
-                    case ast.arg():
-                        bound.add(node.arg)
-                    case ast.alias():
-                        bound.add((node.asname or node.name).partition(".")[0])
-                    case ast.Attribute(value=ast.Name(id=base)):
-                        bases.add(base)
-                    case ast.Assert():
-                        names = {each.id for each in ast.walk(node.test) if isinstance(each, ast.Name)}
-                        (alone if len(names) == 1 else together).update(names)
+        except (SyntaxError, ValueError, RecursionError) as error:
+            shown = shorten(source, 100)
+            warnings.warn(f"no program passes the tests {shown}: they are no Python ({error})", stacklevel=2)
+            continue
+        defined += [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        for node in tree.body:
+            if isinstance(node, ast.AsyncFunctionDef) or (
+                isinstance(node, ast.FunctionDef) and len(node.args.args) > len(node.args.defaults)
+            ):
+                of_pytest[node.name] = node.args
+        for node in ast.walk(tree):
+            match node:
+                case ast.Name():
+                    (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.ExceptHandler():
+                    bound.add(node.name)
+                case ast.arg():
+                    bound.add(node.arg)
+                case ast.alias():
+                    bound.add((node.asname or node.name).partition(".")[0])
+                case ast.Attribute(value=ast.Name(id=base)):
+                    bases.add(base)
+                case ast.Assert():
+                    names = {each.id for each in ast.walk(node.test) if isinstance(each, ast.Name)}
+                    (alone if len(names) == 1 else together).update(names)
     for name in sorted(of_pytest.keys() - used):
         if name.startswith("test"):
             raise RewardError(

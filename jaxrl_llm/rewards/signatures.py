@@ -218,6 +218,11 @@ def accepted(name: str, grader: Any, inputs: dict[str, list[Any]], services: Ite
     for parameter in _parameters(grader).values():
         is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         is_required = parameter.default is parameter.empty and not is_variadic
+        if is_required and parameter.kind is parameter.POSITIONAL_ONLY:
+            raise RewardError(
+                f"reward {name!r} takes {parameter.name!r} by its position alone, but rewards are called by keyword: "
+                "leave the / out of its parameters"
+            )
         if is_required and parameter.name not in inputs and parameter.name not in services:
             others = ANSWERS if is_ours and parameter.name == "answer" and name != "exact_match" else ()
             column = next((one for one in (parameter.name.removesuffix("s"), *others) if one in inputs), None)

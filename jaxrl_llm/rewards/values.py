@@ -63,7 +63,11 @@ HASHES = re.compile(r"####[\s*_`]*(?=[-+−–±(\\$€£¥₹]{0,4}\s?\\?[$€�
 # Behind a number in a sentence: another number after signs alone or after or, and, to; or more of an expression.
 SEVERAL = re.compile(r"[^\w(]*\d|\s?[*/^]|\s?(?:\\pi|π|\\sqrt|√)|(?>.*?\b(?:or|and|to)\b).*\d", re.DOTALL)
 SIGNS = str.maketrans({"−": "-", "﹣": "-", "－": "-", "＋": "+", "⁄": "/", "％": "%", "\u00a0": " "})
-_THIN = r"(?:\\[,;:!]|\\(?:quad|qquad|thinspace)(?![A-Za-z])|\\\ |[~\u2000-\u200a\u202f\u205f])"
+RAISED = re.compile(r"(?<=\d)[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")  # a power in typeset digits
+# Names of one thing in answers that are compared as texts. The second backslash of \\, which ends a row, is no space.
+NAMES = str.maketrans({"π": r"\pi", "∞": r"\infty", "≤": r"\le", "≥": r"\ge", "≠": r"\ne"})
+EQUATION = re.compile(r"^\$?\s?[A-Za-z]\s?=([^=]*)$")
+_THIN = r"(?:(?<!\\)\\[,;:!\ ]|\\(?:quad|qquad|thinspace)(?![A-Za-z])|[~\u2000-\u200a\u202f\u205f])"
 
 
 class Quantity(NamedTuple):
@@ -92,6 +96,7 @@ def plain(text: str) -> str:
     `\dfrac12` and `\frac{1}{2}` are `1/2`, `0.\overline{3}` is `1/3`, `\text{A}` is `A`, `5\,000` is `5000`, `**5**` is
     `5`, U+2212 is `-`.
     """
+    text = RAISED.sub(lambda match: "^" + unicodedata.normalize("NFKC", match[0]), text)
     text = text.translate(SIGNS).replace("{,}", ",")
     text = re.sub(r"(?<![^\s(=:])–(?=[$€£¥]?\.?\d)", "-", text)  # an en dash that can only be a sign
     text = re.sub(r"[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", _vulgar, text)
@@ -100,7 +105,7 @@ def plain(text: str) -> str:
         words = r"text|textbf|textit|textrm|textsf|mathrm|mathbf|mathit|mathsf|mbox|operatorname"
         text = re.sub(rf"\\(?:{words})\s?\{{([^{{}}]*)\}}", r" \1 ", text)
         text = re.sub(r"\^\s?(?:\\circ(?![A-Za-z])|\{\s?\\circ\s?\})|\\degree(?![A-Za-z])", "°", text)
-        text = re.sub(r"\\[()\[\]]", "", text)
+        text = re.sub(r"(?<!\\)\\[()\[\]]", "", text)
         numerator = r"(?:\s?\{\s?([-+]?[\d.,]{1,50})\s?\}|\s?(\d))"
         text = re.sub(rf"\\[dtc]?frac{numerator}{numerator}", _fraction, text)
         repeated = r"\\(?:overline|bar|dot)\s?(?:\{\s?(\d{1,50})\s?\}|(\d))(?!\d)"
@@ -212,11 +217,11 @@ def _value(match: re.Match[str]) -> Fraction | None:
 def same(answer: str, wanted: str) -> bool:
     """True for answers that are equal as plain texts without white space and a final full stop, or as quantities.
 
-    `x = 5` is 5 where `wanted` is no equation, and the choice `(A)` is A.
+    `x = 5` is 5 where the other one is no equation, and the choice `(A)` is A.
     """
     answer, wanted = (plain(text.replace(r"\$", "$")).removesuffix(".").strip() for text in (answer, wanted))
-    if "=" not in wanted and (equation := re.fullmatch(r"\$?\s?[A-Za-z]\s?=([^=]*)", answer)):
-        answer = equation[1].strip()
+    if ("=" in answer) != ("=" in wanted):
+        answer, wanted = (EQUATION.sub(r"\1", text).strip() for text in (answer, wanted))
     one, other = (quantity(text.strip("$ ")) for text in (answer, wanted))
     if one is not None and other is not None:
         return one.matches(other)
@@ -225,8 +230,12 @@ def same(answer: str, wanted: str) -> bool:
 
 
 def squeezed(text: str) -> str:
-    """A plain text without dollar signs and white space, except between digits, which are two numbers."""
-    return re.sub(r"(?<!\d) | (?!\d)", "", text.replace("$", ""))
+    r"""A plain text without dollar signs and white space, except between digits, which are two numbers.
+
+    `\sqrt{2}` is `\sqrt2`, `x_{1}` is `x_1`, and `\leq` and ≤ are `\le`.
+    """
+    text = re.sub(r"\\([lgn]e)q(?![A-Za-z])", r"\\\1", text.replace("$", "").translate(NAMES))
+    return re.sub(r"(?<!\d) | (?!\d)", "", re.sub(r"([\^_]|\\sqrt)\s?\{\s?(\w)\s?\}", r"\1\2", text))
 
 
 def boxed_content(text: str) -> str:

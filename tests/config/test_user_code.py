@@ -1,6 +1,7 @@
 """What users' functions do to leave, and what comes from outside."""
 
 import asyncio
+import re
 import signal
 import subprocess
 import sys
@@ -67,9 +68,18 @@ def test_a_cancellation_from_outside_passes():
     asyncio.run(cancels())
 
 
-@pytest.mark.parametrize(("ends", "words"), [("pass", ""), ("os.execvp('no-program', ['x'])", "FileNotFoundError")])
-def test_a_process_that_a_function_forks_is_no_second_run(ends, words):
-    code = f"""
+@pytest.mark.parametrize(
+    ("ends", "code", "words"),
+    [
+        ("pass", 1, ""),
+        ("os.execvp('no-program', ['x'])", 1, "FileNotFoundError"),
+        ("raise SystemExit", 0, ""),
+        ("raise SystemExit(3)", 3, ""),
+        ("raise SystemExit('why')", 1, "sys.exit('why')"),
+    ],
+)
+def test_a_process_that_a_function_forks_is_no_second_run(ends, code, words):
+    source = f"""
 import os
 from jaxrl_llm.config.user_code import contained
 with contained():
@@ -77,8 +87,8 @@ with contained():
         {ends}
 print("goes on", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-    assert (done.stdout, done.returncode) == ("goes on 1\n", 0)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout, done.returncode) == (f"goes on {code}\n", 0)
     assert words in done.stderr and bool(done.stderr) == bool(words)
 
 
@@ -209,10 +219,13 @@ def test_errors_name_the_line_of_the_user(tmp_path):
     file = tmp_path / "ends.py"
     file.write_text(
         "import os\n\ndef ends():\n    os._exit(0)\n\ndef forks():\n    if (child := os.fork()) == 0:\n"
-        "        os._exit(7)\n    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+        "        os._exit(7)\n    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n\n"
+        "def runs():\n    os.execlp('true', 'true')\n"
     )
     ends = import_file(file)
     assert described_error(ends.ends) == f"LeftError: it called os._exit(0), in ends ({file}:4)"
+    said = r"LeftError: it called os.execv\(b'.*/true'\), in runs "
+    assert re.fullmatch(said + re.escape(f"({file}:12)"), described_error(ends.runs))
     with contained():
         assert ends.forks() == 7
     assert error_text(ValueError("never raised")) == "ValueError: never raised"

@@ -253,3 +253,8 @@ def test_tests_of_pytest_and_unittest_are_run(tests):
 def test_limits_are_above_0(seconds):
     with pytest.raises(RewardError, match="limit seconds is a number above 0"):
         code_tests(["x"], [["assert x"]], seconds=seconds)
+
+
+def test_tests_that_are_no_python_are_warned_of():
+    with pytest.warns(UserWarning, match="no program passes the tests 'doubles its argument': they are no Python"):
+        assert code_tests([DOUBLE], ["doubles its argument"]) == [0.0]

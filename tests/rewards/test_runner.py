@@ -486,6 +486,14 @@ def test_a_missing_column_is_named_with_the_closest():
             grade("exact_match", ["a"], columns)
 
 
+def test_arguments_by_position_alone_are_refused():
+    def positional(completions, /):
+        return [1.0]
+
+    with pytest.raises(RewardError, match="reward 'positional' takes 'completions' by its position alone"):
+        load_rewards(positional).check_columns([])
+
+
 def test_a_function_that_sees_no_rows_is_refused():
     def blind(trainer_state):
         return [1.0]

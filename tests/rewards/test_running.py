@@ -503,6 +503,23 @@ def test_log_extra_of_the_wrong_length():
         submit(short, ["a", "b"])
 
 
+@pytest.mark.parametrize(
+    ("service", "given", "message"),
+    [
+        ("log_metric", (3, 1.0), "log_metric takes a name that is a text, not 3"),
+        ("log_extra", (None, [1]), "log_extra takes a name that is a text, not None"),
+        ("log_extra", ("seen", "a"), "log_extra takes a list with a value for each completion, not 'a'"),
+    ],
+)
+def test_wrong_arguments_of_what_functions_log(service, given, message):
+    def logs(completions, log_metric, log_extra):
+        {"log_metric": log_metric, "log_extra": log_extra}[service](*given)
+        return [0.0]
+
+    with pytest.raises(RewardError, match=f"reward 'logs' raised TypeError: {message}"):
+        submit(logs, ["a"])
+
+
 @pytest.mark.parametrize("column", ["prompt", "taken", "exact_match"])
 def test_log_extra_of_a_column_that_is_taken(column):
     def first(completions, log_extra):
