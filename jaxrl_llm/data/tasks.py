@@ -145,12 +145,13 @@ def verifiers_rows(spec: str) -> list[Row]:
     """The rows of `verifiers(taskset='my-taskset', size=1000)`: tasks for `environment.agent="verifiers(...)"`.
 
     taskset: the id of an installed taskset, or a dictionary of its settings with `id` among them; size: of how many
-    tasks, the first ones. The columns are prompt, as messages of text, and `verifiers`, the whole task as JSON.
+    tasks, the first ones; agent: the value of a column of that name, by which one of `environment.agents` plays them.
+    The columns are prompt, as messages of text, and `verifiers`, the whole task as JSON.
 
     Raises ConfigError: the package verifiers is missing or has no such taskset, or that has no end and `size` is none.
     """
     options = split_options(spec)[1]
-    taskset, size = options.pop("taskset", None), options.pop("size", None)
+    taskset, size, agent = (options.pop(name, None) for name in ("taskset", "size", "agent"))
     if options or not taskset:
         raise ConfigError(f"task:{spec}: write verifiers(taskset='my-taskset'), maybe with size=1000")
     package: Any = import_optional("verifiers.v1", "0.4", f"task:{spec}")
@@ -172,6 +173,7 @@ def verifiers_rows(spec: str) -> list[Row]:
         {
             "prompt": [*before, {"role": "user", "content": data.prompt_text}],
             "verifiers": data.model_dump_json(),
+            **({} if agent is None else {"agent": agent}),
         }
         for before, data in zip(system, tasks, strict=True)
     ]

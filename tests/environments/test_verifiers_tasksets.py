@@ -160,6 +160,7 @@ def test_rows_are_tasks(mine):
     assert {name: task[name] for name in ("idx", "prompt", "answer")} == {
         "idx": 1, "prompt": "sort:1121=", "answer": "1112"
     }  # fmt: skip
+    assert {row["agent"] for row in tasks.generate("verifiers(taskset='my-tasks', agent='second')")} == {"second"}
     path = "task:verifiers(taskset='my-tasks')"
     assert len(sources.load(path)) == 16
     with pytest.raises(SplitError, match="only the split 'train', not 'test'"):

@@ -2782,7 +2782,8 @@ def test_nothing_of_a_script_is_run(tmp_path):
         ("a.py", "print(\n", {}, "is no Python"),
         ("a.sh", "X='never ends\n", {}, "does not end"),
         ("a.json", {"max_steps": 2, "output_dir": "o", "desirable_weight": 1}, {"version": "0.16"}, "known for grpo"),
-        ("a.toml", "a = 1\n", {}, "no .yaml, .json, .py, .ipynb or .sh file"),
+        ("a.ini", "a = 1\n", {}, "no .yaml, .json, .toml, .py, .ipynb or .sh file"),
+        ("a.toml", "a = 1\n", {}, "none of the sections orchestrator, trainer, optim and data"),
         ("a.ipynb", {"nbformat": 4}, {}, "is no notebook: KeyError"),
         # Of other libraries, whose keys, flags and classes look like those of TRL and verl.
         ("a.sh", "python -m skyrl.train.main trainer.policy.model.path=m data.train_data=d\n", {}, "none of verl's"),

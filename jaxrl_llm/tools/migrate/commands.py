@@ -9,6 +9,7 @@ from typing import Any
 from jaxrl_llm.config import flat
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate.draft import Source
+from jaxrl_llm.tools.migrate.prime_rl import read_command
 from jaxrl_llm.tools.migrate.scripts import read_script
 from jaxrl_llm.tools.migrate.shell import commands
 from jaxrl_llm.tools.migrate.trees import TREES, inherited, load, parsed, read_tree, resolved, trainers_named
@@ -22,6 +23,7 @@ STARTED = {
     "llamafactory": re.compile(r"\b(llamafactory-cli|lmf) train\b|\bsrc/train(_bash)?\.py\b.* --stage\b"),
     "tunix": re.compile(r"\btunix[./]cli\b"),
     "openrlhf": re.compile(r"\bopenrlhf[./]cli\b"),
+    "prime-rl": re.compile(r"(^|\s|/)(rl|sft) (.* )?@ \S+\.toml\b"),
     # Scripts of others have flags besides.
     "nemo-rl": re.compile(r"\bexamples/run_(vlm_)?(grpo|ppo|sft|dpo|rm|distillation)\w*\.py(?!.* --(?!config\b))"),
 }
@@ -46,7 +48,7 @@ def read_shell(text: str, path: str, system: str, trainer: str, companion: str) 
             f"{path} has 0 commands that train, and one is needed: `trl grpo ...`, `accelerate launch FILE.py ...`, "
             "`python -m verl.trainer.main_ppo a=b ...`, `axolotl train FILE.yml`, "
             "`python -m tunix.cli.grpo_main ...`, `python -m openrlhf.cli.train_ppo_ray ...`, "
-            "`uv run examples/run_grpo.py ...`"
+            "`uv run examples/run_grpo.py ...`, `uv run rl @ FILE.toml`"
         )
     words, checks = trains[0], ()
     if len(trains) > 1:
@@ -59,6 +61,9 @@ def read_shell(text: str, path: str, system: str, trainer: str, companion: str) 
     library = _started(line) if system == "auto" else system
     if library == "tunix":
         return _read_tunix(words, path, trainer, checks)
+    if library == "prime-rl":
+        source = read_command(words, path)
+        return source._replace(checks=(*checks, *source.checks))
     if library == "nemo-rl":
         return _read_nemo_rl(words, path, trainer, checks)
     if library == "openrlhf":

@@ -18,6 +18,8 @@ SECTIONS = {
     "LLaMA-Factory": "Its own keys; those of transformers beside them are as in TRL.",
     "NeMo-RL": "Keys of the YAML in its examples/configs, with what their parents say (`defaults: PARENT.yaml`), and "
     "overrides of `uv run examples/run_grpo.py --config FILE a.b=c`.",
+    "prime-rl": "Keys of the TOML of `rl` and `sft`, and of the flags behind `uv run rl @ FILE.toml`. Those of `model` "
+    "and `optim` are of `sft`, and with `trainer.` of `rl`. A name that ends in `*` is every key below it.",
     "Tunix": "Keys of the YAML and the overrides of `tunix.cli`, and `dpo_config` for `DPOTrainingConfig`; scripts "
     "have them as arguments of `GRPOConfig`, `RLTrainingConfig`, `RolloutConfig` and optax's functions.",
     "Harmony": "The arguments of its training classes, and what recipes call besides.",

@@ -1,5 +1,6 @@
-"""Reading a file of another library into a `Source`: YAML, JSON, a shell script, a Python script or a notebook; nothing
-is run."""
+"""Reading a file of another library into a `Source`: YAML, JSON, TOML, a shell or Python script, or a notebook.
+
+Nothing is run."""
 
 import ast
 import json
@@ -9,6 +10,7 @@ from pathlib import Path
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.tools.migrate.commands import read_flags, read_python, read_shell
 from jaxrl_llm.tools.migrate.draft import Source
+from jaxrl_llm.tools.migrate.prime_rl import read_toml
 from jaxrl_llm.tools.migrate.scripts import PARSERS, read_script
 from jaxrl_llm.tools.migrate.shell import commands
 from jaxrl_llm.tools.migrate.table import find, table
@@ -43,6 +45,8 @@ def read(path: str, system: str = "auto", trainer: str = "", companion: str = "f
             source = Source("nemo-rl", trainer, settings, path, notes)
         else:
             source = read_tree(tree, path, system, trainer)
+    elif kind == ".toml":
+        source = read_toml(file, path, trainer)
     elif kind in (".py", ".ipynb"):
         text, notes = _code(text, path) if kind == ".ipynb" else (text, ())
         source = read_python(text, path, system, trainer, companion)
@@ -57,7 +61,7 @@ def read(path: str, system: str = "auto", trainer: str = "", companion: str = "f
     elif kind in SHELL:
         source = read_shell(text, path, system, trainer, companion)
     else:
-        raise ConfigError(f"{path} is no .yaml, .json, .py, .ipynb or .sh file")
+        raise ConfigError(f"{path} is no .yaml, .json, .toml, .py, .ipynb or .sh file")
     if system == "auto" and kind not in (".py", ".ipynb"):
         _check_keys(source)
     if source.library != "trl" or kind in TREES:  # verl has keys for the names of projects and runs
