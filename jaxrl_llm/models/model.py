@@ -154,7 +154,13 @@ def describe(
         if overrides.get(name, "none") not in known:
             raise ConfigError(f"{name} = {overrides[name]!r} is not one of {', '.join(known)}.")
     if adapter is not None:
-        described = peft.read_config(adapter)
+        described, kind = peft.read_config(adapter), overrides.get("quantize", "none")
+        if described.lora.dora and kind != "none":
+            raise ConfigError(
+                f"{os.fspath(adapter)} is a DoRA, which measures the matrices in every forward pass, and quantize is "
+                f"{kind} (model.quantize, teacher.quantize), which keeps none as numbers: set it to none, or merge the "
+                "adapter (jaxrl_llm.save_hf) and load the result"
+            )
         overrides = {"head": described.head, **overrides, **described.fields}
     folder, trained = hf.locate(path, allow_pickle, revision=revision), overrides.pop("trained", EVERYTHING)
     hf_config = hf.read_config(folder, entries)

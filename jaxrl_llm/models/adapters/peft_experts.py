@@ -18,11 +18,12 @@ from jaxrl_llm.models.net import Net
 FACTOR = re.compile(r"\.experts(\.base_layer)?\.lora_[AB]\.weight$")  # the end of such a tensor's name
 # Families whose class has matrices `[E, in, out]` without saying so: PEFT takes them for `[E, out, in]`, and A for B.
 SWAPPED = ("llama4_text",)
-# Families with linear maps gate_proj, up_proj and down_proj beside experts, which PEFT 0.21 takes for theirs where
-# target_modules names them, as it does in every model that transformers 5 reads as a qwen2_moe.
+# Families that PEFT 0.21 reads as a qwen2_moe of transformers 4: linear maps gate_proj, up_proj and down_proj beside
+# experts, which target_modules names, it takes for those of experts.
 MISREAD = (
-    "afmoe", "deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "longcat_flash", "qwen3_moe",
-    "qwen3_next",
+    "afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe",
+    "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum",
+    "olmoe", "qwen3_moe", "qwen3_next", "sarvam_mla", "solar_open",
 )  # fmt: skip
 
 

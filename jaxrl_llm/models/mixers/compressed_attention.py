@@ -141,7 +141,8 @@ class WindowAttention(nnx.Module):
         self.q_a = Linear(c.width, c.query_rank, c, rngs, name="q_a")
         self.q_a_norm = RMSNorm(c.query_rank, c, rngs)
         self.q_b = Linear(c.query_rank, c.heads * c.head_dim, c, rngs, name="q_b")
-        self.kv = Linear(c.width, c.head_dim, c, rngs, name="kv")
+        # A compressor has a map of this name too, whose adapter may differ.
+        self.kv = Linear(c.width, c.head_dim, c.adapted_in(f"{self.path}/kv"), rngs, name="kv")
         self.kv_norm = RMSNorm(c.head_dim, c, rngs)
         # Of each group of heads, whose outputs are side by side: PEFT has no adapters of such a map.
         self.o_a = Linear(c.heads * c.head_dim // c.output_groups, c.output_groups * c.output_rank, c, rngs)
@@ -367,7 +368,8 @@ class HeavilyCompressedAttention(WindowAttention):
 
     def __init__(self, config, rngs: nnx.Rngs):
         super().__init__(config, rngs)
-        self.compressor = Compressor(config, config.head_dim, self.ratio(config), self.spans, rngs)
+        adapted = config.adapted_in(f"{self.path}/compressor/")
+        self.compressor = Compressor(adapted, config.head_dim, self.ratio(config), self.spans, rngs)
 
     @staticmethod
     def ratio(config) -> int:

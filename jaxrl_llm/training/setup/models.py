@@ -126,12 +126,6 @@ def check_trainable(config, model: Model) -> None:
         raise ConfigError(
             f"model.vision is {config.model.vision}, but {config.model.path} reads text alone: leave it at frozen"
         )
-    adapters = model.net.config.lora
-    if adapters is not None and adapters.dora and config.model.quantize != "none":
-        raise ConfigError(
-            "the adapter of lora.path is a DoRA, which measures the matrices in every forward pass, and model.quantize "
-            f"= {config.model.quantize!r} keeps none as numbers: set it to none"
-        )
     check_quantized(model.net, model.params)
 
 

@@ -11,12 +11,16 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.adapters.lora import LoraConfig, parse_targets
-from jaxrl_llm.models.adapters.peft_patterns import AdapterPatterns
+from jaxrl_llm.models.adapters.peft_patterns import AdapterPatterns, with_patterns
+from jaxrl_llm.models.families import family_of
 from jaxrl_llm.models.model import add_adapters, load_adapter, load_model, save_adapter, save_hf
+from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.quantize import dequantize
 from tests.models.adapters.test_lora import TOKENS, gradients_beside, in_peft, shaken
 from tests.models.conftest import make_oracle
+from tests.models.oracles import VARIANTS
 
 TARGETS = ["q_proj", "v_proj", "down_proj", "up_proj"]
 PATTERNS = AdapterPatterns(
@@ -138,6 +142,23 @@ def test_maps_of_one_name_in_a_layer(tmp_path):
     assert ranks == attention | {"0.mlp.gate_proj": 2} | shared
     again = load_model(tmp_path, adapter=tmp_path / "adapter")
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+
+
+def test_maps_of_one_name_in_a_mixer():
+    """The attention of a DeepSeek-V4 and the compressor in it each have a kv_proj."""
+    entries = VARIANTS["deepseek_v4"]().to_dict() | {"architectures": None}
+    family = family_of(entries)
+    net = Net(family.to_config(entries)).with_lora(LoraConfig(3, targets=("kv",)))
+
+    def ranks(**patterns):
+        leaves = jax.tree_util.tree_leaves_with_path(with_patterns(net, family, AdapterPatterns(**patterns)).shapes())
+        found = {path_name(path).partition("/")[2]: x.shape[-1] for path, x in leaves if path[-1].key == "lora_a"}
+        return {name.removesuffix("/lora_a"): rank for name, rank in found.items() if "compressed" in name}
+
+    kinds = ("compressed_sparse", "heavily_compressed")
+    own, of_entries = ([f"{kind}/{part}kv" for kind in kinds] for part in ("", "compressor/"))
+    assert ranks(exclude_modules=("self_attn.kv_proj",)) == dict.fromkeys(of_entries, 3)
+    assert ranks(rank_pattern=("compressor.kv_proj=2",)) == dict.fromkeys(own, 3) | dict.fromkeys(of_entries, 2)
 
 
 @pytest.mark.slow

@@ -13,13 +13,16 @@ import peft
 import pytest
 import torch
 from flax import nnx
+from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from jaxrl_llm.algorithms.batch import Inputs
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models import families
 from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.models.adapters.lora import LoraConfig, parse_targets
+from jaxrl_llm.models.adapters.peft_experts import MISREAD
 from jaxrl_llm.models.adapters.peft_patterns import AdapterPatterns, with_patterns
 from jaxrl_llm.models.cast import decoding_params
 from jaxrl_llm.models.families import mixtral, nemotron_h
@@ -203,6 +206,12 @@ def test_folders_are_those_of_peft(variant, tmp_path):
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     for name, value in whole.items():
         np.testing.assert_allclose(merged[name], value.detach(), atol=1e-5, err_msg=name)
+
+
+def test_families_whose_maps_peft_takes_for_those_of_experts():
+    """Those that it reads as a qwen2_moe, of which it takes gate_proj and the like in target_modules for experts'."""
+    taken = {name for name, kind in _MODEL_TO_CONVERSION_PATTERN.items() if kind == "qwen2_moe"}
+    assert taken & families.FAMILIES.keys() == set(MISREAD)
 
 
 @pytest.mark.slow

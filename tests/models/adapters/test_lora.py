@@ -220,6 +220,8 @@ def test_dora_that_peft_wrote_loads(llama_folder, tmp_path):
     made.save_pretrained(tmp_path / "adapter")
     model = load_model(llama_folder, adapter=tmp_path / "adapter")
     assert model.net.config.lora == LoraConfig(2, 3.0, 0.0, ("q", "up"), dora=True)
+    with pytest.raises(ConfigError, match=r"is a DoRA, which .* and quantize is nf4 \(model"):
+        load_model(llama_folder, adapter=tmp_path / "adapter", quantize="nf4")
     with torch.no_grad():
         np.testing.assert_allclose(model(TOKENS), made(torch.tensor(TOKENS)).logits.numpy(), atol=1e-4)
 
