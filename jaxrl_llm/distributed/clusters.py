@@ -15,11 +15,15 @@ from jaxrl_llm.config.resolve import TransientError
 from jaxrl_llm.distributed.rendezvous import ProcessSpec
 
 VARIABLES = {"coordinator": "JAXRL_COORDINATOR", "count": "JAXRL_PROCESS_COUNT", "index": "JAXRL_PROCESS_INDEX"}
+TORCH = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")  # of torchrun, accelerate, Kubeflow's PyTorchJob
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
 
 def process_spec(coordinator: str | None, count: int | None, index: int | None) -> ProcessSpec | None:
-    """The ProcessSpec of keys and variables, or None without any; raises ConfigError when they are incomplete."""
+    """The ProcessSpec of keys and variables, or else of a launcher of PyTorch, or None without any.
+
+    Raises ConfigError when they are incomplete.
+    """
     settings: dict[str, Any] = {"coordinator": coordinator, "count": count, "index": index}
     for name, variable in VARIABLES.items():
         text = os.environ.get(variable)
@@ -34,13 +38,33 @@ def process_spec(coordinator: str | None, count: int | None, index: int | None) 
         return ProcessSpec("", 1, 0)
     missing = [name for name, value in settings.items() if value is None]
     if len(missing) == 3:
-        return None
+        return _torch_spec()
     if missing:
         raise ConfigError(
             f"processes.{missing[0]} is missing (or the variable {VARIABLES[missing[0]]}): processes.coordinator, "
             "processes.count and processes.index belong together"
         )
     return ProcessSpec(**settings).checked()
+
+
+def _torch_spec() -> ProcessSpec | None:
+    """The ProcessSpec of the variables that launchers of PyTorch set, or None without all of them.
+
+    The port is the next one, as torchrun itself listens on theirs.
+    """
+    host, *numbers = (os.environ.get(name, "") for name in TORCH)
+    if not host or not all(number.isdigit() for number in numbers):
+        return None
+    port, count, index = map(int, numbers)
+    return ProcessSpec("", 1, 0) if count == 1 else ProcessSpec(f"{host}:{port + 1}", count, index).checked()
+
+
+def devices_of_torch() -> list[int] | None:
+    """The device of a process that a launcher of PyTorch has started beside others of its machine; None for all."""
+    env = os.environ
+    shared = all(name in env for name in TORCH) and int(env.get("LOCAL_WORLD_SIZE", 1)) > 1 and "LOCAL_RANK" in env
+    own = "JAX_LOCAL_DEVICE_IDS" in env or "," not in env.get("CUDA_VISIBLE_DEVICES", ",")  # chosen by the user
+    return [int(env["LOCAL_RANK"])] if shared and not own else None
 
 
 def described_cluster() -> str | None:

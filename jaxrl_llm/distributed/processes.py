@@ -4,8 +4,9 @@ Each process runs the same command. `join` makes it one of several, by the first
 
 1. `processes.coordinator`, `processes.count` and `processes.index`, or the variables JAXRL_COORDINATOR,
    JAXRL_PROCESS_COUNT and JAXRL_PROCESS_INDEX;
-2. Slurm, Open MPI, a Kubernetes Job or JobSet, Cloud TPU, as `jax.distributed.initialize` reads them;
-3. nothing: then this process is alone.
+2. the variables of PyTorch's launchers: MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK;
+3. Slurm, Open MPI, a Kubernetes Job or JobSet, Cloud TPU, as `jax.distributed.initialize` reads them;
+4. nothing: then this process is alone.
 
 No process waits for one that is gone. Host work is done under `all_or_none`: what is raised in one process is raised in
 all. Any other error is published through the coordinator (`report`), and a thread of every other process ends it with
@@ -40,7 +41,13 @@ from jaxrl_llm.config import ConfigDict, ConfigError, default, flat, to_json
 from jaxrl_llm.config.background import is_left_behind
 from jaxrl_llm.config.resolve import exit_code
 from jaxrl_llm.config.wording import amount
-from jaxrl_llm.distributed.clusters import VARIABLES, described_cluster, join_cluster, process_spec
+from jaxrl_llm.distributed.clusters import (
+    VARIABLES,
+    described_cluster,
+    devices_of_torch,
+    join_cluster,
+    process_spec,
+)
 from jaxrl_llm.distributed.orbax import ocp
 from jaxrl_llm.distributed.overlap import order_collectives
 from jaxrl_llm.distributed.rendezvous import ProcessSpec, rendezvous
@@ -150,6 +157,7 @@ def join(config: ConfigDict | None = None, samplers: int = 0) -> None:
             spec.coordinator,
             spec.count,
             spec.index,
+            devices_of_torch(),
             cluster_detection_method="deactivate",
             initialization_timeout=meet_seconds,
             **limits,

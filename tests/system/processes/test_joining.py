@@ -89,6 +89,27 @@ def test_open_mpi_numbers_the_processes(monkeypatch):
     assert clusters.process_spec("a:1", None, None) == ProcessSpec("a:1", 8, 5)
 
 
+TORCHRUN = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "spec", "devices"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2"}, ProcessSpec("node1:29501", 4, 3), [1]),
+        ({"LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "0,1"}, ProcessSpec("node1:29501", 4, 3), [1]),
+        ({"LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "1"}, ProcessSpec("node1:29501", 4, 3), None),
+        ({}, ProcessSpec("node1:29501", 4, 3), None),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, ProcessSpec("", 1, 0), None),
+        ({"RANK": ""}, None, None),
+        ({"JAXRL_PROCESS_COUNT": "1"}, ProcessSpec("", 1, 0), None),
+    ],
+)
+def test_launchers_of_pytorch_tell_the_place(monkeypatch, variables, spec, devices):
+    set_all(monkeypatch, TORCHRUN | variables)
+    assert clusters.process_spec(None, None, None) == spec
+    assert clusters.devices_of_torch() == devices
+
+
 @pytest.mark.parametrize(
     ("variables", "cluster"),
     [
