@@ -36,7 +36,7 @@ from jaxrl_llm.tools.plan.sampling import decodes_beside_updates, make_engine, p
 from jaxrl_llm.tools.plan.shapes import describe
 from jaxrl_llm.tools.plan.split import Split, balances, least_seconds, make_split
 from jaxrl_llm.tools.plan.step import Step, images_shape
-from jaxrl_llm.tools.plan.text import bytes_text, lines, seconds_text
+from jaxrl_llm.tools.plan.text import bytes_text, lines, seconds_text, verdict
 from jaxrl_llm.tools.plan.topology import _cuda_folder, _described, slice_shape, target, traced_as_on
 from jaxrl_llm.training.reference import start_reference
 from jaxrl_llm.training.setup.mesh import build_mesh
@@ -257,6 +257,25 @@ def test_the_report_names_what_matters(planned):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "peak", "said"),
+    [
+        ("h100", 58e9, False),
+        ("h100", 65e9, True),
+        ("h100", 79e9, True),
+        ("v5p", 90e9, False),
+    ],
+)
+def test_the_verdict_knows_what_jax_takes_of_a_gpu(name, peak, said):
+    device, program = named(name), SimpleNamespace(peak=peak, temporaries=0.0, name="update")
+    plan: Any = SimpleNamespace(target=SimpleNamespace(device=device, exact=True), peak=program, programs=[program],
+                                capacity=0.9 * device.memory)  # fmt: skip
+    assert ("of that JAX takes 60 GB unless the run sets XLA_CLIENT_MEM_FRACTION=0.92" in verdict(plan)) == said
+    here = device._replace(memory=device.memory - 1)  # what JAX has taken of one at hand
+    plan.target.device = here
+    assert "JAX takes" not in verdict(plan)
+
+
 def test_the_report_says_that_images_are_not_counted(planned):
     plan = make_plan(small("embedded:shapes"), target(default(), "h100", 1, simulate=True))
     said = "planned without images: what encodes those of rows, and holds them, comes on top (`plan --image_tokens=N` "

@@ -4,9 +4,11 @@ from collections.abc import Iterator, Sequence
 
 from jaxrl_llm.config import batch_rows
 from jaxrl_llm.config.wording import amount
+from jaxrl_llm.distributed.devices import named
 from jaxrl_llm.tools.plan.advice import Advice
 from jaxrl_llm.tools.plan.planned import HEADROOM, Plan, floors
 
+BY_DEFAULT = 0.75  # of a GPU's memory, which JAX takes
 UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
@@ -52,6 +54,9 @@ def verdict(plan: Plan) -> str:
         return "the memory of this device is not known"
     least = max(x.peak - (0 if plan.target.exact else x.temporaries) for x in plan.programs)
     of = f"{bytes_text(peak)} of {bytes_text(memory)} on each device, in {plan.peak.name}"
+    device = plan.target.device
+    if device.gpu and memory == named(device.name).memory and peak > BY_DEFAULT * memory:  # not what JAX has taken here
+        of += f"; of that JAX takes {bytes_text(BY_DEFAULT * memory)} unless the run sets XLA_CLIENT_MEM_FRACTION=0.92"
     if peak <= plan.capacity:
         return f"fits: {'' if plan.target.exact else 'at most '}{of}"
     if least > plan.capacity or plan.target.exact:
