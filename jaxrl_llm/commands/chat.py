@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxrl_llm.commands.checkpoints import load_named
 from jaxrl_llm.commands.generate import (
     CONVERSATION,
     MODEL,
@@ -42,7 +43,7 @@ from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh
-from jaxrl_llm.models.model import Model, load_model
+from jaxrl_llm.models.model import Model
 from jaxrl_llm.serving.grid import bucket
 
 HELP = "/image FILE shows an image, /reset starts a new conversation, /quit or the end of the input leaves"
@@ -197,13 +198,13 @@ def main(argv: list[str]) -> None:
     processes.join()
     keep_compiled()
     if not options["model"]:
-        raise ConfigError("--model is missing; write --model=PATH, such as embedded:sort or RUN/hf")
+        raise ConfigError("--model is missing; write --model=PATH, such as embedded:sort or RUN")
     if jax.process_count() > 1:
         raise ConfigError("chat is for one process: start it once, with --tensor for several devices")
     speakers, kwargs = [], split_options(f"chat_template_kwargs({options['chat_template_kwargs']})")[1]
     for path in filter(None, (options["against"], options["model"])):  # the one before training on the left
         mesh, trusts = make_mesh(tensor=options["tensor"]), options["trust_remote_code"]
-        model = load_model(path, options["dtype"], mesh=mesh, trust_remote_code=trusts)
+        model = load_named(path, options["dtype"], mesh=mesh, trust_remote_code=trusts)
         has_template = bool(getattr(model.tokenizer, "chat_template", None))
         chat = has_template if options["chat"] is None else options["chat"]
         given = [flag.name for flag in CONVERSATION if options[flag.name]]

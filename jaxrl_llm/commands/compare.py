@@ -1,6 +1,6 @@
 """Compare two models on the same prompts, by the share of completions of the first one that are better.
 
-    python -m jaxrl_llm compare --a=runs/grpo/hf --b=embedded:sort --config=configs/grpo.py
+    python -m jaxrl_llm compare --a=runs/grpo --b=embedded:sort --config=configs/grpo.py
 
 Prompts, sampling and rewards are those of `jaxrl_llm.evaluate`. The better of two completions is that with the larger
 weighted sum of rewards; `pairwise_judge` among rewards.functions shows a language model both, in both orders. Prints
@@ -18,8 +18,10 @@ import numpy as np
 
 from jaxrl_llm.algorithms.advantages import combine_rewards
 from jaxrl_llm.algorithms.sample_statistics import bootstrap_interval, mean_of
+from jaxrl_llm.commands.checkpoints import build_named, tokenizer_named
 from jaxrl_llm.config import ConfigError, validate
 from jaxrl_llm.config.flags import file_to_write, load_flags
+from jaxrl_llm.config.resolve import naming
 from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.data.collate import columns_of
 from jaxrl_llm.data.templates import chat_ids
@@ -33,14 +35,12 @@ from jaxrl_llm.rewards.signatures import text_of
 from jaxrl_llm.training.evaluation.run import completions_of
 from jaxrl_llm.training.images import IMAGES, shown_images
 from jaxrl_llm.training.logging.console import show, stderr_console, waiting
-from jaxrl_llm.training.setup.data import tokenizer_of
 from jaxrl_llm.training.setup.evaluation import build_evaluations, kept_prompts
 from jaxrl_llm.training.setup.mesh import build_mesh
-from jaxrl_llm.training.setup.models import build_model
 from jaxrl_llm.training.setup.sources import build_rewards
 
 FLAGS = (
-    Setting("a", "", "The first model: hub id, local folder (such as RUN/hf), URL or `embedded:<name>`."),
+    Setting("a", "", "The first model: hub id, folder, URL, `embedded:<name>`, or a run: RUN, RUN/checkpoints/STEP."),
     Setting("b", "", "The second model."),
     Setting("tie", 0.0, "Sums of rewards that differ by no more than this are a tie.", float, minimum=0),
     Setting("level", 0.95, "Level of the bootstrap interval over prompts.", float, above=0, below=1),
@@ -72,7 +72,7 @@ def compare(
     validate(config)
     for name, path in (("a", a), ("b", b)):
         if not path:
-            raise ConfigError(f"--{name} is missing; name two models, --a=RUN/hf --b=embedded:sort")
+            raise ConfigError(f"--{name} is missing; name two models, --a=RUN --b=embedded:sort")
     for key in ("name", "tools", "rollout_func", "agent"):
         if config.environment[key]:
             raise ConfigError(f"environment.{key} is set, but a comparison is of single completions: leave it out")
@@ -84,7 +84,7 @@ def compare(
         copy.model.path, copy.model.random_init, copy.eval.greedy = path, False, False
         copy.lora.path, copy.lora.rank, copy.model.trainable, copy.model.frozen = None, 0, (), ()
         configs.append(copy)
-    kept_a, kept_b = (kept_prompts(copy, tokenizer_of(copy), eval_dataset) for copy in configs)
+    kept_a, kept_b = (kept_prompts(copy, tokenizer_named(copy), eval_dataset) for copy in configs)
     if kept_a != kept_b:
         raise ConfigError(
             f"the tokenizers of {a} and {b} leave out different prompts ({kept_a.count(False)} and "
@@ -92,9 +92,8 @@ def compare(
             f"rollout.max_prompt_length, which is {config.rollout.max_prompt_length}, or shorten the prompts"
         )
     mesh = build_mesh(config)
-    with jax.set_mesh(mesh):
-        samples = [_sample(copy, eval_dataset, mesh) for copy in configs]
-    with closing(build_rewards(config, rewards)) as grader:
+    with jax.set_mesh(mesh), closing(build_rewards(config, rewards)) as grader:
+        samples = [_sample(copy, eval_dataset, mesh, grader) for copy in configs]
         pairs = _graded(grader, samples, tie, TrainerState(config.total_steps, config.total_steps))
     names = list(dict.fromkeys(pair["set"] for pair in pairs))
     metrics = _numbers(pairs, level)
@@ -112,10 +111,16 @@ class Samples(NamedTuple):
     tokenizer: Any
 
 
-def _sample(config, eval_dataset: Any, mesh) -> Samples:
+def _sample(config, eval_dataset: Any, mesh, grader: Rewards) -> Samples:
+    """The completions of the model of `config`, once it is known that the prompts have the columns the grader reads."""
     with closing(load_rewards(_ungraded)) as nothing:
-        model = build_model(config, mesh, head="lm")
+        model = build_named(config, mesh, head="lm")
         evaluations = build_evaluations(config, model, nothing, eval_dataset, mesh)
+        for evaluation in evaluations:
+            columns = set().union(*evaluation.examples)
+            if PIXELS not in columns:
+                with naming(f"for the comparison{f' on {evaluation.name}' if evaluation.name else ''}"):
+                    grader.check_columns(sorted(columns - {"prompt_ids"}))
         key = jax.random.key(config.seed)
         completions = [
             completions for evaluation in evaluations for completions in completions_of(evaluation, model.params, key)

@@ -1,6 +1,6 @@
 """Measure a model on held-out prompts, or the responses in a file.
 
-    python -m jaxrl_llm evaluate --config=configs/grpo.py --config.model.path=runs/grpo/hf
+    python -m jaxrl_llm evaluate --config=configs/grpo.py --config.model.path=runs/grpo
     python -m jaxrl_llm evaluate --responses=responses.parquet --config.rewards.functions=my_score.py
 
 Prompts, rewards and sampling are those of the configuration: `data.eval_path` (or `data.path`) and `data.eval_split`,
@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm.commands.checkpoints import build_named
 from jaxrl_llm.config import ConfigError, flat, validate
 from jaxrl_llm.config.flags import file_to_write, load_flags
 from jaxrl_llm.config.setting import Setting
@@ -29,7 +30,6 @@ from jaxrl_llm.training.evaluation.run import Evaluations
 from jaxrl_llm.training.logging.console import show, stderr_console, waiting
 from jaxrl_llm.training.setup.evaluation import build_evaluations, eval_metrics
 from jaxrl_llm.training.setup.mesh import build_mesh
-from jaxrl_llm.training.setup.models import build_model
 from jaxrl_llm.training.setup.sources import build_rewards
 from jaxrl_llm.training.setup.worker import environment_spec
 
@@ -46,6 +46,7 @@ FLAGS = (
 def evaluate(config, eval_dataset=None, rewards=None, environment=None, tools=()) -> dict[str, float]:
     """The `eval/*` metrics of `config.model` on held-out prompts; see `jaxrl_llm.training.evaluation.run.Evaluation`.
 
+    `model.path` may also name a run (its newest checkpoint) or one of its checkpoints, RUN/checkpoints/STEP.
     eval_dataset (a `datasets.Dataset`, a list of dicts, or a dictionary of such by the names of sets) takes the place
     of `eval.sets` and `data.eval_path`, and rewards (a function or a list of them) that of `rewards.functions`;
     environment and tools are as in `train`. The numbers are those that training with the same configuration reports for
@@ -84,7 +85,7 @@ def _measure(config, eval_dataset=None, rewards=None, environment=None, tools=()
     validate(config)
     mesh = build_mesh(config)
     with jax.set_mesh(mesh), contextlib.closing(build_rewards(config, rewards)) as grader:
-        model = build_model(config, mesh)
+        model = build_named(config, mesh)
         environments = load_environments(environment_spec(config, environment, tools))
         with contextlib.ExitStack() as stack:
             if environments is not None:

@@ -108,7 +108,7 @@ def checkpoint_model(
     `dtype` is that of the computation. Raises ConfigError for a step that is not there, and where the run was given its
     model in memory and that is needed and kept nowhere.
     """
-    config = _with_kept(config, folder)
+    config = with_kept(config, folder)
     with jax.set_mesh(mesh), Checkpoints(checkpoint_folder(config, folder), read_only=True) as checkpoints:
         step = _step(checkpoints, step)
         model = _untrained(config, mesh, dtype)
@@ -126,7 +126,7 @@ def checkpoint_critic(folder: Path, config: ConfigDict, step: int | None, mesh: 
         raise ConfigError(f"--critic: the run in {folder} has none (algorithm.name = {config.algorithm.name!r})")
     shared = config.critic.shared
     policy, step = checkpoint_model(folder, config, step, mesh) if shared else (None, step)
-    config = _with_kept(config, folder)
+    config = with_kept(config, folder)
     with jax.set_mesh(mesh), Checkpoints(checkpoint_folder(config, folder), read_only=True) as checkpoints:
         step = _step(checkpoints, step)
         critic = build_critic(config, policy or _untrained(config, mesh, "float32"), mesh)
@@ -162,7 +162,7 @@ def push(run: str | Path, repo: str, output: str | Path = "", private: bool = Fa
     return url
 
 
-def _with_kept(config: ConfigDict, run: Path) -> ConfigDict:
+def with_kept(config: ConfigDict, run: Path) -> ConfigDict:
     """The configuration of a run with its folder `hf` in place of a model and a tokenizer that it was given in memory.
 
     Raises ConfigError where there is no such folder, and for adapters of such a model, which it holds merged.

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import multihost_utils
 
+from jaxrl_llm.commands.checkpoints import load_named
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.checks.sampling import check_structured
 from jaxrl_llm.config.entries import logit_bias as read_logit_bias
@@ -43,7 +44,7 @@ from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.row_groups import RowGroup
 from jaxrl_llm.distributed.sharding import make_mesh, row_shards, rows_to_global
-from jaxrl_llm.models.model import Model, check_loaded, check_positions, check_tokenizer, load_model
+from jaxrl_llm.models.model import Model, check_loaded, check_positions, check_tokenizer
 from jaxrl_llm.rollout.constraints import Guide, bad_word_ids, build_automata, check_tokens
 from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.grammar import build_grammar
@@ -79,7 +80,7 @@ SAMPLING = (
 )
 SAMPLES = Setting("samples", 1, "Completions per prompt.", int, minimum=1)
 MODEL = (
-    Setting("model", "", "Hugging Face hub id, local folder (such as RUN/hf), URL or `embedded:<name>`."),
+    Setting("model", "", "Hugging Face hub id, folder, URL, `embedded:<name>`, or a run: RUN, RUN/checkpoints/STEP."),
     Setting(
         "dtype",
         "auto",
@@ -330,7 +331,7 @@ def main(argv: list[str]) -> None:
     processes.join()
     keep_compiled()
     if not options["model"]:
-        raise ConfigError("--model is missing; write --model=PATH, such as embedded:sort or RUN/hf")
+        raise ConfigError("--model is missing; write --model=PATH, such as embedded:sort or RUN")
     prompts, images, columns = read_prompts(
         options["prompt"], options["prompts_file"], options["chat"], options["system"], options["image"]
     )
@@ -341,7 +342,7 @@ def main(argv: list[str]) -> None:
         merged = [template_options(row, kwargs) for row in columns or [{}] * len(prompts)]
         columns = [{"tools": row["tools"], "chat_template_kwargs": row["template_kwargs"]} for row in merged]
     with waiting(f"loading {options['model']}", stderr_console(), lines=False):
-        model = load_model(
+        model = load_named(
             options["model"],
             options["dtype"],
             mesh=make_mesh(tensor=options["tensor"]),

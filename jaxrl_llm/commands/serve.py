@@ -27,12 +27,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
-from jaxrl_llm.commands.export import checkpoint_model, config_of
+from jaxrl_llm.commands.checkpoints import load_named
 from jaxrl_llm.commands.generate import MODEL
-from jaxrl_llm.config import ConfigError, from_json
-from jaxrl_llm.config.files import read_json
+from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_options, positional
 from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.config.wording import amount
@@ -41,14 +39,13 @@ from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.adapters.lora import has_adapters, merge
 from jaxrl_llm.models.files.weight_versions import LocalCheckpoint
-from jaxrl_llm.models.model import Model, check_tokenizer, compute_dtype, load_adapter, load_model
+from jaxrl_llm.models.model import Model, check_tokenizer, load_adapter
 from jaxrl_llm.models.net import Net, Params, restacked
 from jaxrl_llm.models.rope import check_length
 from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.logging.console import stderr_console, waiting
 from jaxrl_llm.training.runtime.lock import RunLock
-from jaxrl_llm.training.setup.records import checkpoint_folder
 from jaxrl_llm.training.setup.worker import eos_ids
 
 KEY_VARIABLE = "JAXRL_LLM_API_KEY"
@@ -203,7 +200,7 @@ def weight_loader(model: Model, published: LocalCheckpoint) -> Callable[[str], P
     dtypes, config, mesh = [x.dtype for x in jax.tree.leaves(model.params)], model.net.config, model.mesh
 
     def load(path: str) -> Params:
-        loaded = merged(load_served(published.take(path), config.dtype, mesh or make_mesh(devices=jax.devices()[:1])))
+        loaded = merged(load_named(published.take(path), config.dtype, mesh or make_mesh(devices=jax.devices()[:1])))
         if dataclasses.replace(loaded.net.config, **{name: getattr(config, name) for name in OF_TRAINING}) != config:
             raise ConfigError(f"{path} is another network than the one that is served")
         leaves, structure = jax.tree.flatten(loaded.params)
@@ -271,34 +268,6 @@ def merged(model: Model) -> Model:
     return dataclasses.replace(model, net=Net(plain), params=params)
 
 
-def load_served(path: str, dtype: str, mesh: Mesh, trust_remote_code: bool = False) -> Model:
-    """The model at `path` as `load_model` takes it, or of a run: RUN is its newest checkpoint, or RUN/checkpoints/STEP.
-
-    A run that keeps no states, or has lost them, is served from RUN/hf. `trust_remote_code` runs a tokenizer's own
-    code; for checkpoints the configuration of their run says so. Raises ConfigError as `load_model` and `export` do.
-    """
-    folder = Path(path).expanduser()
-    step = int(folder.name) if folder.name.isdigit() and folder.parent.name == "checkpoints" else None
-    run = folder if step is None else folder.parent.parent
-    whole: str | Path | None = path
-    if "output_dir" in (read_json(run / "config.json") or {}):  # not that of a model, which has the same name
-        kept = checkpoint_folder(from_json((run / "config.json").read_text(encoding="utf-8")), run)
-        has_states = kept.is_dir() and any(x.name.isdigit() for x in kept.iterdir())
-        whole = run / "hf" if step is None and not has_states and (run / "hf").is_dir() else None
-    if whole is not None:
-        model = load_model(whole, dtype, mesh=mesh, trust_remote_code=trust_remote_code)
-        if model.net.config.head != "lm":
-            raise ConfigError(
-                f"{whole} is a reward model, which writes no text: rewards.functions=model:{whole} scores with it"
-            )
-        return model
-    config = config_of(run)
-    if config.algorithm.name in ("reward_model", "process_reward_model"):
-        raise ConfigError(f"{run} trained a reward model, which writes no text")
-    model, step = checkpoint_model(run, config, step, mesh, compute_dtype(dtype))
-    return dataclasses.replace(model, path=str(run))
-
-
 @contextlib.contextmanager
 def folder_of_runs(options: Mapping[str, Any]) -> Iterator[RunLock | None]:
     """Makes the folder of `--tinker` and holds its lock, as one server at a time does; nothing, and None, without one.
@@ -353,7 +322,7 @@ def main(argv: list[str]) -> None:
 
     def read() -> Model:
         with waiting(f"loading {path}", stderr_console()):
-            return load_served(path, dtype, make_mesh(tensor=tensor, devices=jax.devices()[:tensor]), trusts)
+            return load_named(path, dtype, make_mesh(tensor=tensor, devices=jax.devices()[:tensor]), trusts)
 
     with folder_of_runs(options) as lock:
         serve(read, SimpleNamespace(**options), os.environ.get(KEY_VARIABLE, ""), lock)

@@ -123,7 +123,7 @@ def test_options_of_the_chat_template(model, monkeypatch, capsys):
     tokenizer = copy.copy(model.tokenizer)
     tokenizer.chat_template = "{{ start }}{{ messages[-1].content }}"
     template = dataclasses.replace(model, tokenizer=tokenizer)
-    monkeypatch.setattr(chat, "load_model", lambda *_, **__: template)
+    monkeypatch.setattr(chat, "load_named", lambda *_, **__: template)
     monkeypatch.setattr(sys, "stdin", io.StringIO("4821=\n"))
     chat.main(["--model=m", "--chat_template_kwargs=start='sort:'", "--temperature=0", "--max_new_tokens=8"])
     assert capsys.readouterr().out == f"{answerer(model, **SETTINGS)('sort:4821=', 1)}\n"

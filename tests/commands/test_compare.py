@@ -164,7 +164,7 @@ def test_a_judge_sees_each_pair_in_both_orders(tokenizer):
 def test_models(config, tiny_run, tmp_path):
     """A model ties with itself; against another the rewards are those of evaluations of the two."""
     model, output = str(tiny_run.output_dir / "hf"), str(tmp_path / "n.json")
-    assert compare(config, model, model).metrics["tie"] == 1.0
+    assert compare(config, model, str(tiny_run.output_dir)).metrics["tie"] == 1.0
     flags = [f"--a={model}", "--b=embedded:sort", f"--pairs={tmp_path / 'p.jsonl'}", f"--output={output}"]
     main = importlib.import_module("jaxrl_llm.commands.compare").main
     main([f"--config={jaxrl_llm.__path__[0]}/../configs/grpo.py:tiny", *flags])
@@ -178,12 +178,20 @@ def test_models(config, tiny_run, tmp_path):
     assert found["win"] + found["tie"] + found["loss"] == pytest.approx(1)
 
 
-def test_what_a_comparison_needs(config, tmp_path):
-    main = importlib.import_module("jaxrl_llm.commands.compare").main
+def test_what_a_comparison_needs(config, tmp_path, monkeypatch):
+    module = importlib.import_module("jaxrl_llm.commands.compare")
+    main = module.main
     with pytest.raises(ConfigError, match="--b is missing"):
         main(["--a=embedded:sort"])
     with pytest.raises(ConfigError, match="--pairs: there is no folder"):
         main(["--a=embedded:sort", "--b=embedded:sort", f"--pairs={tmp_path}/none/x.jsonl"])
+
+    def length(completions, target, **columns):
+        return [float(len(completion)) for completion in completions]
+
+    monkeypatch.setattr(module, "completions_of", lambda *_: pytest.fail("it has sampled"))
+    with pytest.raises(ConfigError, match=r"for the comparison: .*target"):
+        compare(config, "embedded:sort", "embedded:sort", rewards=length)
     config.environment.name = "guess"
     with pytest.raises(ConfigError, match=r"environment.name is set"):
         compare(config, "embedded:sort", "embedded:sort")

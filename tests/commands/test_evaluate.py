@@ -73,9 +73,12 @@ def test_samples_in_eight_bits_need_no_correction_where_nothing_is_trained(confi
 
 @pytest.mark.slow
 def test_a_run_reports_the_same_numbers(config, tiny_run):
-    config.model.path = str(tiny_run.output_dir / "hf")
     expected = last_evaluation(tiny_run)
-    assert jaxrl_llm.evaluate(config) == expected
+    for path in ("hf", "", "checkpoints/2"):  # the model that was written, the newest checkpoint, and one by its step
+        config.model.path = str(tiny_run.output_dir / path)
+        assert jaxrl_llm.evaluate(config) == expected
+    config.model.path = str(tiny_run.output_dir / "checkpoints/1")
+    assert jaxrl_llm.evaluate(config) != expected
     assert expected["eval/pass@1"] == expected["eval/accuracy"]
     assert 0 < expected["eval/accuracy"] < expected["eval/pass@4"]
 

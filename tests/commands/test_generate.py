@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import jaxrl_llm
 from jaxrl_llm.commands import chat
-from jaxrl_llm.commands.serve import load_served
+from jaxrl_llm.commands.checkpoints import load_named
 from jaxrl_llm.config import ConfigError, to_json
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.files.hf import EMBEDDED, load_tokenizer, remember_images
@@ -181,13 +181,11 @@ def test_the_folder_of_a_run_leads_to_its_model(tmp_path):
             (tmp_path / model).mkdir(parents=True)
             (tmp_path / model / "config.json").write_text("{}")
         with pytest.raises(ConfigError, match=f"is the folder of a run.*{words}"):
-            module.main([f"--model={tmp_path}", "--prompt=a"])
+            jaxrl_llm.load_model(tmp_path)
     (step := tmp_path / "checkpoints" / "20").mkdir(parents=True)
     said = f"is a checkpoint, which is no model yet: jaxrl-llm export --run={tmp_path} --step=20 --output=FOLDER"
     with pytest.raises(ConfigError, match=said):
-        module.main([f"--model={step}", "--prompt=a"])
-    with pytest.raises(ConfigError, match=said):
-        jaxrl_llm.compare(jaxrl_llm.default_config(), str(step), "embedded:sort")
+        jaxrl_llm.load_model(step)
 
 
 @pytest.mark.slow
@@ -246,7 +244,7 @@ def test_flags_of_conversations(tmp_path, monkeypatch, model, capsys):
     """What a row of the file says goes before; texts have no template, and are refused."""
     tokenizer = copy.copy(model.tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ end }}{{ mood }}"
-    monkeypatch.setattr(module, "load_model", lambda *_, **__: replace(model, tokenizer=tokenizer))
+    monkeypatch.setattr(module, "load_named", lambda *_, **__: replace(model, tokenizer=tokenizer))
     flags = ["--model=m", "--temperature=0", "--max_new_tokens=8", "--system=sort:"]
     module.main([*flags, "--chat", "--prompt=4821", "--chat_template_kwargs=end='='"])
     assert capsys.readouterr().out == jaxrl_llm.generate(model, ["sort:4821="], 8, temperature=0)[0] + "\n"
@@ -277,8 +275,8 @@ def test_code_of_a_tokenizer_is_run_where_it_is_trusted(tmp_path, monkeypatch, c
         main([f"--model={folder}", *flags, "--trust_remote_code"])
         assert capsys.readouterr().out == "CodedTokenizer\n"
     with pytest.raises(ConfigError, match="trust_remote_code"):
-        load_served(folder, "auto", make_mesh())
-    assert kind(load_served(folder, "auto", make_mesh(), True).tokenizer) == "CodedTokenizer"
+        load_named(folder, "auto", make_mesh())
+    assert kind(load_named(folder, "auto", make_mesh(), True).tokenizer) == "CodedTokenizer"
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path):

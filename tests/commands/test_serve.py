@@ -22,7 +22,8 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.__main__ import main
 from jaxrl_llm.commands import serve as module
-from jaxrl_llm.commands.serve import load_served, merged, served_name
+from jaxrl_llm.commands.checkpoints import load_named
+from jaxrl_llm.commands.serve import merged, served_name
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.distributed.sharding import make_mesh
@@ -197,7 +198,7 @@ def test_weights_are_held_once(monkeypatch):
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(module, "load_served", load)
+    monkeypatch.setattr(module, "load_named", load)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask)
         main(["serve", "embedded:sort", f"--port={port}", "--slots=1", "--max_length=64", "--weight_updates"])
@@ -236,30 +237,30 @@ def test_a_run_is_served_by_its_checkpoint(tiny_run, tmp_path):
     mesh = make_mesh()
     run = tiny_run.output_dir
     for path, expected in ((run, run / "hf"), (run / "checkpoints" / "2", run / "hf")):
-        served, exported = load_served(str(path), "auto", mesh), load_model(expected)
+        served, exported = load_named(str(path), "auto", mesh), load_model(expected)
         texts = jaxrl_llm.generate(exported, ["sort:4821=", "x"], 8)
         assert jaxrl_llm.generate(served, ["sort:4821=", "x"], 8) == texts
-    first = load_served(str(run / "checkpoints" / "1"), "auto", mesh)
+    first = load_named(str(run / "checkpoints" / "1"), "auto", mesh)
     leaves = [model.params["embed"]["weight"] for model in (first, served)]
     assert (leaves[0] != leaves[1]).any()
     assert served_name(str(run)) == served_name(str(run / "hf")) == run.name
     assert served_name("embedded:sort") == "embedded:sort" and served_name("org/model-7b") == "model-7b"
     assert served_name(str(run / "checkpoints" / "2")) == f"{run.name}-2"
     with pytest.raises(ConfigError, match="there is no checkpoint of step 7"):
-        load_served(str(run / "checkpoints" / "7"), "auto", mesh)
+        load_named(str(run / "checkpoints" / "7"), "auto", mesh)
     apart = tmp_path / "apart"  # a run whose checkpoint.folder is elsewhere
     apart.mkdir()
     record = json.loads((run / "config.json").read_text())
     record["checkpoint"]["folder"] = str(run / "checkpoints")
     (apart / "config.json").write_text(json.dumps(record))
-    leaves = [model.params["embed"]["weight"] for model in (load_served(str(apart), "auto", mesh), served)]
+    leaves = [model.params["embed"]["weight"] for model in (load_named(str(apart), "auto", mesh), served)]
     assert (leaves[0] == leaves[1]).all()
 
 
 def test_a_reward_model_is_not_served(tmp_path):
     save_hf(load_model("embedded:sort", head="score"), tmp_path / "rm")
     with pytest.raises(ConfigError, match=r"is a reward model, .* text: rewards.functions=model:.*rm scores with it"):
-        load_served(str(tmp_path / "rm"), "auto", make_mesh())
+        load_named(str(tmp_path / "rm"), "auto", make_mesh())
 
 
 def test_adapters_are_merged():
