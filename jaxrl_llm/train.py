@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrl_llm.commands.welcome import welcome
-from jaxrl_llm.config import ConfigError, to_json, validate, with_correction
+from jaxrl_llm.config import ConfigError, resuming, to_json, validate, with_correction
 from jaxrl_llm.config.flags import load_flags, run, set_run_folder
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.config.secrets import masked
@@ -146,19 +146,27 @@ def train(
     profiled = steps_here(config.logging.profile_steps, config.logging.profile_process)
     # Once, for all that is kept in it, and absolute, as a user's function may change the working directory; after the
     # flags above, as it asks for devices.
-    config.output_dir = numbered(str(Path(config.output_dir).expanduser().absolute()))
+    asked = str(Path(config.output_dir).expanduser().absolute())
+    config.output_dir = numbered(asked)
+    set_run_folder(config.output_dir)
+    resuming.begin(config.checkpoint.resume, asked, config.output_dir)
     loaded = parts_loaded(config)
     with contained(), contextlib.ExitStack() as stack:
         notices = stack.enter_context(Notices())
         with notices.ending("before the first step"):
-            run, log, checkpoints, hooks, locks = _start(config, given, callbacks, stack)
+            run, log, checkpoints, hooks, locks, unevaluated = _start(config, given, callbacks, stack)
         config, folder, stopwatch, logger = run.config, Path(config.output_dir), run.stopwatch, log.logger
         root, state, step = jax.random.key(config.seed), run.state, int(run.state.step)
+        earlier = processes.gather(logger.earlier() or None)[0] or []  # before what may fail in one process alone
+        hooks.recall(earlier if unevaluated is None else [*earlier, {"step": step, **unevaluated}])
         # Where nobody looks at each step, its metrics are read while the next one is computed.
         deferred = isinstance(run.source, OfflineSource) and not hooks.every_step
 
         def current() -> Model:
             return replace(run.model, params=merge_frozen(state, run.frozen).params)
+
+        # Who is to leave saves first, and the next start evaluates, unless checkpoints are ranked by evaluations.
+        postponable = not (config.checkpoint.best or "").startswith("eval/")
 
         def evaluate() -> Metrics:
             run.source.rest()  # rewards and environments are called by one thread at a time
@@ -166,7 +174,8 @@ def train(
             if run.average is not None and config.average.evaluate:
                 params = run.average.of_model(params)
             assert run.evaluation is not None
-            metrics = run.evaluation(params, root, table, TrainerState(step, config.total_steps))
+            with notices.ending("in an evaluation") if postponable else contextlib.nullcontext():
+                metrics = run.evaluation(params, root, table, TrainerState(step, config.total_steps))
             if table:
                 logger.completions(step, table, held_out=True)
             check_best(config.checkpoint.best, metrics)
@@ -176,7 +185,7 @@ def train(
             try:
                 written = export_step(folder, step, *finished_models(run, state), config.checkpoint.keep)
             except ConfigError as error:
-                if jax.process_count() > 1:  # the others wait for this one, as for its share of a checkpoint
+                if jax.process_count() > 1 and not isinstance(error, processes.AgreedError):  # the others wait for it
                     raise
                 log.warn([f"{error}. The run goes on without it"])
                 return
@@ -185,19 +194,20 @@ def train(
                     problem = push_step(config, written, step)
                 log.warn([problem] if problem else [])
 
-        def save(last: bool, leaves: bool) -> None:
+        def save(last: bool, leaves: bool, unevaluated: Metrics | None) -> None:
             _check_locks(locks)
             host = {
                 **run.source.get_state(),
                 **log.counts,
                 "callbacks": hooks.get_state(step),
                 "load": loaded,
+                "unevaluated": unevaluated,
                 "updates_per_step": dict(run.updates_per_step),
                 "data_files": dict(run.data_files),
             }
             if "state" in config.checkpoint.contents or leaves:
                 checkpoints.save(step, state, host, run.get_arrays(), log.newest, final=last or leaves)
-            if "hf" in config.checkpoint.contents and not last:
+            if "hf" in config.checkpoint.contents and not (last or leaves):  # the next start writes it for who leaves
                 write_model()
 
         def let_go(failed: object, *_: object) -> None:
@@ -217,6 +227,10 @@ def train(
                 with notices.ending("in the evaluation before the first step"):
                     log.log(0, {}, evaluate)
                 hooks("on_evaluate", 0, log.newest, current)
+            if unevaluated is not None:  # the step that a preempted start has saved before its evaluation
+                log.log(step, unevaluated, None if run.evaluation is None else evaluate)
+                if run.evaluation is not None:
+                    hooks("on_evaluate", step, log.newest, current)
             # The last step of the start before has no model of its own, nor has one behind whose save it was killed.
             goes_on = step in checkpoints.steps() and step < min(config.total_steps, hooks.end)
             with_model = goes_on and "hf" in config.checkpoint.contents
@@ -250,9 +264,14 @@ def train(
                     or EVALUATE in asked
                 )
                 saves = last or leaves or checkpoints.retry_due or _due(step, config.checkpoint.every) or SAVE in asked
+                postponed = evaluates and leaves and postponable
                 if saves or evaluates or not deferred:
-                    log.settle(evaluate if evaluates else None)
-                if evaluates:
+                    try:
+                        log.settle(evaluate if evaluates and not postponed else None)
+                    except Preempted:  # in the evaluation
+                        log.settle()
+                        leaves = saves = postponed = True
+                if evaluates and not postponed:
                     answers = hooks("on_evaluate", step, log.newest, current)
                     last = last or step == hooks.end  # a hook may have ended the run
                     leaves = leaves or notices.reached(step, deferred)  # an evaluation may take long
@@ -260,16 +279,24 @@ def train(
                 if saves:
                     hooks("on_checkpoint", step, log.newest, current)
                     with stopwatch("checkpoint"):
-                        save(last, leaves)
+                        save(last, leaves, log.newest if postponed else None)
                     hooks("on_save", step, log.newest, current)
                 log.warn(checkpoints.warnings())
                 profiler.end(step, state)
-                if leaves and not last:
+                if leaves and (postponed or not last):
                     raise Preempted(step, f"after step {step} of {config.total_steps}")
 
         with notices.ending("after the last step, while the model was written"), stopwatch("export"):
-            trained = _exported(run, state, checkpoints, log, locks)
-        earlier = processes.gather(logger.earlier() or None)[0] or []  # before what may fail in one process alone
+            try:
+                trained = _exported(run, state, checkpoints, log, locks)
+            except ConfigError as error:
+                alone = jax.process_count() > 1 and not isinstance(error, processes.AgreedError)  # others wait for it
+                if "state" in config.checkpoint.contents or alone:
+                    raise
+                log.warn([f"{error.__cause__ or error}: no checkpoint holds the model yet, so its state is saved"])
+                save(last=True, leaves=True, unevaluated=None)
+                trained = _exported(run, state, checkpoints, log, locks)  # or there is room by now
+                checkpoints.abandon()
         hooks("on_end", step, log.newest, lambda: trained)
         logger.finish(stopwatch.totals, checkpoints.outcome())
         with stopwatch(UPLOAD):
@@ -305,9 +332,9 @@ def _exported(run: Run, state: State, checkpoints: Checkpoints, log: StepLog, lo
 
 def _start(
     config, given: Given, callbacks: Any, stack: contextlib.ExitStack
-) -> tuple[Run, StepLog, Checkpoints, Callbacks, list[RunLock]]:
-    """The run, at the state with which it begins, and what it reports to and saves with; its mesh is set, and `stack`
-    closes all of it."""
+) -> tuple[Run, StepLog, Checkpoints, Callbacks, list[RunLock], Metrics | None]:
+    """The run, at the state with which it begins, what it reports to and saves with, and the metrics of its step if
+    that is not evaluated yet; its mesh is set, and `stack` closes all of it."""
     folder, mesh, kept_in = Path(config.output_dir), build_mesh(config), checkpoint_folder(config)
     check_writable(folder)
     locks = _lock(folder, kept_in, stack)
@@ -337,7 +364,9 @@ def _start(
     run = run._replace(state=begun.state)
     record: list[str] = []  # lines on the settings that it had before
     with processes.all_or_none(), writing(folder):
-        logger = stack.enter_context(Logger(logging_spec(config, words), folder, begun.step))
+        logger = stack.enter_context(
+            Logger(logging_spec(config, words), folder, begun.step, again=begun.unevaluated is not None)
+        )
         if jax.process_index() == 0:
             discard_exports(folder, begun.step)
             record = start_record(folder, config, changes, begun.step)
@@ -355,7 +384,7 @@ def _start(
         stack.enter_context(run.source.queue)
         ahead = stack.enter_context(CompiledAhead(compilations(run), mesh, run.stopwatch))
         run = run._replace(source=replace(run.source, wait=ahead.wait))
-    return run, log, checkpoints, hooks, locks
+    return run, log, checkpoints, hooks, locks, begun.unevaluated
 
 
 def _lock(folder: Path, checkpoints: Any, stack: contextlib.ExitStack) -> list[RunLock]:
@@ -415,8 +444,6 @@ def main(argv: list[str]) -> None:
         sample(config)
         return
     if not options["dry_run"]:
-        config.output_dir = numbered(config.output_dir)
-        set_run_folder(config.output_dir)
         train(config)
         return
     from jaxrl_llm.commands.dry_run import dry_run  # here, as it imports what only plans need

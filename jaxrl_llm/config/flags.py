@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, NoReturn
 from jaxrl_llm.config import ConfigDict, assign, check_keys, default, own_settings, validate
 from jaxrl_llm.config.background import end_in_time
 from jaxrl_llm.config.resolve import ConfigError, closest, exit_code, import_file, path_and_line
+from jaxrl_llm.config.resuming import way_on
 from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, SECTIONS, nearest, unknown_key
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.config.setting import Setting
@@ -148,7 +149,7 @@ def _message(error: BaseException) -> str:
     if isinstance(error, ConfigError):
         return "; ".join((str(error), *notes))
     if isinstance(error, KeyboardInterrupt):
-        return "stopped by Ctrl-C; a run goes on from its newest checkpoint when the same command is started again"
+        return f"stopped by Ctrl-C; for a run to go on from its newest checkpoint {way_on()}"
     report = "".join(traceback.format_exception(error))
     folder = _run_folder.get()
     file = folder / "error.txt" if folder is not None and folder.is_dir() else Path("jaxrl_llm_error.txt")

@@ -98,7 +98,7 @@ def test_a_copy_that_fails_keeps_the_run(store, folder, tmp_path, monkeypatch, c
         ):
             bucket.copy_run(config)
         config.export.push_to_hub = "me/model"  # which a second start finds there
-        with pytest.raises(ConfigError, match=r"start it once more with export\.overwrite, as it was pushed"):
+        with pytest.raises(ConfigError, match=r"start the same command again with export\.overwrite, as it was pushed"):
             bucket.copy_run(config)
     bucket.copy_run(config)
     assert held(store) == NEW and capsys.readouterr().out == f"copied to {URL}\n"
@@ -112,7 +112,9 @@ def test_the_end_of_a_run(store, root, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         put = store.put_file
         patch.setattr(store, "put_file", lambda source, to: put(source, to) if to.endswith(".safetensors") else 1 / 0)
-        with pytest.raises(ConfigError, match=r"The run is complete, and its model is in .*run/hf: start it once more"):
+        with pytest.raises(
+            ConfigError, match=r"The run is complete, and its model is in .*run/hf: start the same command again"
+        ):
             jaxrl_llm.train(config)
     folder = jaxrl_llm.train(config).output_dir / "hf"  # nothing is left to do but to copy
     assert f"copied to {URL}" in capsys.readouterr().out

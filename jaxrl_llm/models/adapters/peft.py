@@ -43,6 +43,7 @@ from jaxrl_llm.models.adapters.peft_modules import (
 )
 from jaxrl_llm.models.adapters.peft_patterns import fitting, with_adapters
 from jaxrl_llm.models.files import remote, safetensors
+from jaxrl_llm.models.files.safetensors import by_the_first
 from jaxrl_llm.models.net import Net
 
 CONFIG = "adapter_config.json"
@@ -353,9 +354,10 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None, revi
         "inference_mode": True,
         **tied,
     }
-    if jax.process_index() == 0:
-        save_file(arrays, folder / TENSORS, metadata={"format": "pt"})
-        write_json(folder / CONFIG, entries)
+    with by_the_first():
+        if jax.process_index() == 0:
+            save_file(arrays, folder / TENSORS, metadata={"format": "pt"})
+            write_json(folder / CONFIG, entries)
 
 
 def _word(module: str) -> str:

@@ -344,14 +344,15 @@ def save(
     refuse_foreign(folder, "config.json")
     with replacing(folder) as partial:
         safetensors.write(partial, net, family, params, hf["dtype"], max_shard_bytes)
-        if jax.process_index() == 0:
-            write_json(partial / "config.json", hf)
-            if generation is not None:
-                write_json(partial / "generation_config.json", generation)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(os.fspath(partial))
-                if net.config.vision is not None:
-                    _write_processor(tokenizer, partial)
+        with safetensors.by_the_first():
+            if jax.process_index() == 0:
+                write_json(partial / "config.json", hf)
+                if generation is not None:
+                    write_json(partial / "generation_config.json", generation)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(os.fspath(partial))
+                    if net.config.vision is not None:
+                        _write_processor(tokenizer, partial)
 
 
 def _write_processor(tokenizer: Any, folder: Path) -> None:
@@ -428,17 +429,18 @@ def replacing(folder: Path) -> Iterator[Path]:
     """A folder to write to, which takes the place of `folder` when the block ends well and vanishes when it fails."""
     first = jax.process_index() == 0
     partial, earlier = (folder.with_name(f".{folder.name}.{word}-{os.getpid()}") for word in ("partial", "earlier"))
-    if first:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        put_right(folder)
-    try:
+    with safetensors.by_the_first():
         if first:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            put_right(folder)
             partial.mkdir()
+    try:
         yield partial
-        if first:
-            if folder.exists():
-                folder.rename(earlier)
-            partial.rename(folder)
+        with safetensors.by_the_first():
+            if first:
+                if folder.exists():
+                    folder.rename(earlier)
+                partial.rename(folder)
     finally:
         if first:
             put_right(folder)

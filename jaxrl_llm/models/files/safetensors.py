@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.files import read_json, write_json
+from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.sharding import gathered, parameter_spec, path_name, shardings
 from jaxrl_llm.models.adapters.lora import merged_kernel, overlaid, with_shared
 from jaxrl_llm.models.files import gptq, quantized
@@ -473,11 +474,27 @@ def write(folder: Path, net: Net, family, params: Params, dtype: str, max_shard_
         arrays = {parts[0].name: _joined(parts, leaves, net) for parts in shard}
         arrays |= constants if number == count else {}
         weight_map |= dict.fromkeys(arrays, file)
-        if jax.process_index() == 0:
-            save_file(arrays, folder / file, metadata={"format": "pt"})
+        with by_the_first():
+            if jax.process_index() == 0:
+                save_file(arrays, folder / file, metadata={"format": "pt"})
     if count > 1 and jax.process_index() == 0:
         total = sum(map(_bytes, whole)) + sum(x.nbytes for x in constants.values())
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+@contextlib.contextmanager
+def by_the_first() -> Iterator[None]:
+    """Guards what process 0 writes of files that all make: one that cannot be written is an error in all, AgreedError.
+
+    With one process the error itself is raised.
+    """
+    with all_or_none():
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            if jax.process_count() == 1:
+                raise
+            raise ConfigError(str(error)) from error
 
 
 def file_tensors(net: Net, family, params: Params, dtype: str) -> Iterator[tuple[str, np.ndarray]]:

@@ -15,6 +15,7 @@ import fsspec
 import jax
 
 from jaxrl_llm.config import ConfigDict, ConfigError
+from jaxrl_llm.config.resuming import way_on
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.models.files.hf import EXPORTED
@@ -56,8 +57,8 @@ def copy_run(config: ConfigDict) -> None:
                 pushed = config.export.push_to_hub is not None and not config.export.overwrite
                 way = " with export.overwrite, as it was pushed to the hub" if pushed else ""
                 raise ConfigError(
-                    f"{error}. The run is complete, and its model is in {folder}: start it once more{way}, which "
-                    "trains nothing and copies again, or use the store's own tool (gcloud storage cp, aws s3 cp, "
+                    f"{error}. The run is complete, and its model is in {folder}: {way_on()}{way}, which trains "
+                    "nothing and copies again, or use the store's own tool (gcloud storage cp, aws s3 cp, "
                     "hdfs dfs -put)"
                 ) from error
             print(f"copied to {masked(url)}")

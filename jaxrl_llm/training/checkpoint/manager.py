@@ -239,6 +239,10 @@ class Checkpoints:
         else:
             self._saving = self._failed = None
 
+    def abandon(self) -> None:
+        """Forgets that a save has failed, as what it would have kept is elsewhere."""
+        self._failed, self._reason = None, ""
+
     def warnings(self) -> list[str]:
         """The failures and damage since the last call, for the log."""
         if self._saving is not None and jax.process_count() == 1 and not self._manager.is_saving_in_progress():
@@ -408,12 +412,9 @@ class Checkpoints:
         return tree
 
 
-def find(path: str | Path) -> tuple[Checkpoints, int, list[str]]:
-    """The checkpoints and step that `path` names, and the faults of later steps.
-
-    `path` is RUN/checkpoints/STEP, or RUN/checkpoints or RUN for the newest intact step. Raises ConfigError when there
-    is none, or the step that is named is damaged.
-    """
+def located(path: str | Path) -> tuple[Checkpoints, int | None]:
+    """The checkpoints and the step that `path` names: RUN/checkpoints/STEP, or RUN/checkpoints or RUN, and None, for
+    the newest. Raises ConfigError when there is none."""
     folder, step = path_of(path), None
     held = [x.name for x in folder.iterdir()] if folder.is_dir() else []
     if folder.name.isdigit() and not any(name == "checkpoints" or name.isdigit() for name in held):  # as a run may be
@@ -423,7 +424,19 @@ def find(path: str | Path) -> tuple[Checkpoints, int, list[str]]:
     steps = checkpoints.steps() if checkpoints else []
     if checkpoints is None or not steps or (step is not None and step not in steps):
         there = f"there are steps {', '.join(map(str, steps))}" if steps else "no checkpoint is there"
-        raise ConfigError(f"checkpoint.resume is {str(path)!r}, but {there}; give auto, never or RUN/checkpoints/STEP")
+        raise ConfigError(
+            f"checkpoint.resume is {str(path)!r}, but {there}; give auto (the newest in output_dir), never or "
+            "RUN/checkpoints/STEP"
+        )
+    return checkpoints, step
+
+
+def find(path: str | Path) -> tuple[Checkpoints, int, list[str]]:
+    """The checkpoints and the intact step that `path` names (see `located`), and the faults of later steps.
+
+    Raises ConfigError when there is none, or the step that is named is damaged.
+    """
+    checkpoints, step = located(path)
     if step is None:
         step, problems = checkpoints.newest_intact()
         assert step is not None

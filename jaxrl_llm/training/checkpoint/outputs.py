@@ -18,18 +18,22 @@ from safetensors import SafetensorError
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.files import read_json, write_json
+from jaxrl_llm.config.resuming import way_on
 from jaxrl_llm.config.schema import NEW
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.config.wording import amount
 from jaxrl_llm.distributed import processes
+from jaxrl_llm.distributed.processes import AgreedError
 from jaxrl_llm.models.adapters import peft
 from jaxrl_llm.models.adapters.lora import has_adapters
 from jaxrl_llm.models.files import hf
+from jaxrl_llm.models.files.safetensors import by_the_first
 from jaxrl_llm.models.model import Model, has_peft_adapter, save_adapter, save_hf
 
 GIVEN = "given.json"
 SHOWN_SECONDS = 10.0  # within which a file system of several machines shows each what another has written
 AVERAGE = "average"  # the folder of the averaged model
+UNWRITTEN = (OSError, SafetensorError, AgreedError)  # raised for a model that cannot be written
 
 
 def numbered(output_dir: str) -> str:
@@ -190,14 +194,13 @@ def export_step(folder: Path, step: int, model: Model, critic: Model | None, kee
         save_hf(model, written, overwrite=True)
         if critic is not None:
             save_hf(critic, written / hf.CRITIC, overwrite=True)
-        if jax.process_index() == 0:
+        with by_the_first():
             others = [path for path in hf.step_folders(folder).values() if path != written]
-            for old in others[: max(0, len(others) + 1 - keep)]:
+            for old in others[: max(0, len(others) + 1 - keep)] if jax.process_index() == 0 else ():
                 shutil.rmtree(old)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"the model of step {step} could not be written to {written.parent}: {error}; make room"
-        ) from error
+    except UNWRITTEN as error:
+        text = f"the model of step {step} could not be written to {written.parent}: {error}; make room"
+        raise _as(error, text) from error
     return written
 
 
@@ -227,8 +230,11 @@ def export_run(
             save_hf(critic, folder / hf.CRITIC, overwrite=True)
         if averaged is not None:
             save_hf(averaged, folder / AVERAGE, overwrite=True)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"the trained model could not be written to {folder}: {error}; {saved()}. Start the same command again "
-            "when there is room"
-        ) from error
+    except UNWRITTEN as error:
+        told = f"the trained model could not be written to {folder}: {error}; {saved()}; when there is room {way_on()}"
+        raise _as(error, told) from error
+
+
+def _as(error: Exception, text: str) -> ConfigError:
+    """The error in other words; one that all processes raise stays one."""
+    return AgreedError(text) if isinstance(error, AgreedError) else ConfigError(text)

@@ -75,18 +75,25 @@ class Logger:
 
     Call `log` once a step, in order, and before the checkpoint of that step is saved: with `resume_step` = s (the step
     of the checkpoint that is gone on from) metrics.jsonl keeps its lines up to step s and completions/ its files up to
-    step s, so an interrupted run has neither gaps nor doubles. With `resume_step` None both start anew.
+    step s, so an interrupted run has neither gaps nor doubles. With `resume_step` None both start anew. With `again`
+    step s itself is logged once more, in place of its line.
 
     `console` replaces standard output. Raises ConfigError when metrics.jsonl cannot be read (see `read_metrics`).
     """
 
     def __init__(
-        self, spec: LoggingSpec, output_dir: str | Path, resume_step: int | None = None, console: Console | None = None
+        self,
+        spec: LoggingSpec,
+        output_dir: str | Path,
+        resume_step: int | None = None,
+        again: bool = False,
+        console: Console | None = None,
     ):
         self.spec = spec
         self.folder = Path(output_dir)
         self._main = jax.process_index() == 0
         self._resume_step = resume_step
+        self._kept = None if resume_step is None else resume_step - again  # the last step whose line stays
         self._last_step: int | None = None
         self._evaluations: list[tuple[int, dict[str, float | None]]] = []  # the first and the last
         self._began = time.perf_counter()
@@ -96,35 +103,35 @@ class Logger:
         if not self._main:
             return
         if "console" in spec.backends:
-            self._screen = Screen(spec.progress, spec.total_steps, resume_step or 0, console)
+            self._screen = Screen(spec.progress, spec.total_steps, self._kept or 0, console)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._resume(resume_step)
+        self._resume()
         if "jsonl" in spec.backends:
             self._file = MetricsFile(self.folder / METRICS)
         name = spec.run_name or self.folder.resolve().name
-        run = Identity(spec.project, name, spec.all_settings, self.folder, resume_step)
+        run = Identity(spec.project, name, spec.all_settings, self.folder, self._kept)
         self._deliveries = deliveries(spec.backends, run, self.warn)
 
-    def _resume(self, resume_step: int | None) -> None:
-        """Removes records after `resume_step` (all when None) and remembers the evaluations of those that stay."""
-        path = self.folder / METRICS
-        if resume_step is None:
+    def _resume(self) -> None:
+        """Removes the records of later steps, or all, and remembers the evaluations of those that stay."""
+        path, kept = self.folder / METRICS, self._kept
+        if kept is None:
             path.unlink(missing_ok=True)
         elif path.exists() or "jsonl" in self.spec.backends:
             path.touch()
-            trim_metrics(path, resume_step)
+            trim_metrics(path, kept)
             for record in read_metrics(path):
                 self._remember({self.spec.names.internal(name): value for name, value in record.items()})
-            if self._last_step is None or self._last_step < resume_step:
+            if (self._last_step or 0) < kept:
                 reached = "no step" if self._last_step is None else f"step {self._last_step}"
-                self.warn(f"{path} ends at {reached}, but the run goes on after step {resume_step}: lines are missing")
-            self._last_step = resume_step
-        remove_completions(self.folder / COMPLETIONS, resume_step)
+                self.warn(f"{path} ends at {reached}, but the run goes on after step {kept}: lines are missing")
+            self._last_step = kept
+        remove_completions(self.folder / COMPLETIONS, self._resume_step)
 
     def earlier(self) -> list[dict[str, float]]:
-        """The metrics of the steps up to `resume_step`, by the run's own names, which process 0 reads."""
+        """The metrics of the steps that earlier starts have logged, by the run's own names, which process 0 reads."""
         path, names = self.folder / METRICS, self.spec.names
-        if not self._main or self._resume_step is None or not path.is_file():
+        if not self._main or self._kept is None or not path.is_file():
             return []
         return [
             {
@@ -133,7 +140,7 @@ class Logger:
                 if name != "time" and not names.is_more(name)
             }
             for record in read_metrics(path)
-            if record["step"] <= self._resume_step
+            if record["step"] <= self._kept
         ]
 
     def __enter__(self) -> Self:

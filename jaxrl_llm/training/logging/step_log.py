@@ -77,12 +77,14 @@ class StepLog:
         self._pending = step
 
     def settle(self, evaluate: Callable[[], Metrics] | None = None) -> None:
-        """Logs the pending step, if there is one, with the metrics of its evaluation; waits for it as `read` does."""
+        """Logs the pending step, if there is one, with the metrics of its evaluation; waits for it as `read` does.
+
+        Where the evaluation raises, the step is still pending.
+        """
         if self._pending is None:
             return
-        step, metrics = self._pending, self.read()
+        self.log(self._pending.number, self.read(), evaluate)
         self._pending = self._pending_metrics = None
-        self.log(step.number, metrics, evaluate)
 
     def read(self) -> Metrics:
         """The metrics of the pending step, once it is computed.

@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -177,6 +177,12 @@ class Callbacks:
                     with _naming(name, "get_state", step):
                         states[name] = json.loads(json.dumps(callback.get_state()))
         return {"stopped": self.stopped, "end": None if self.stopped is None else self.end, "states": states}
+
+    def recall(self, lines: Sequence[Mapping[str, float]]) -> None:
+        """Tells callbacks of transformers the metrics of the steps that earlier starts have made, as its own state."""
+        for callback in self.named.values():
+            if isinstance(callback, TrainerCallbackHooks):
+                callback.recall(lines)
 
     def set_state(self, kept: Mapping[str, Any], step: int, goes_on: bool) -> None:
         """Continues from the state that `get_state` returned; a callback that is new, or has new options, starts anew.

@@ -20,6 +20,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_llm.config.resuming import way_on
+
 EXIT_CODE = 128 + signal.SIGTERM
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 _open: list["Notices"] = []  # the innermost last
@@ -36,7 +38,7 @@ class Preempted(SystemExit):
         super().__init__(EXIT_CODE)
         self.step = step
         if jax.process_index() == 0:
-            self.add_note(f"stopped by a signal {where}: start the same command again to go on")
+            self.add_note(f"stopped by a signal {where}: {way_on()} to go on")
 
 
 class Notices:
@@ -75,13 +77,15 @@ class Notices:
     def ending(self, where: str) -> Iterator[None]:
         """While the block runs, a signal ends it at once: there is no step to finish. `where` says so in the message.
 
-        With several processes such a signal is noted like others: one alone would leave the rest in a collective.
+        With several processes such a signal is noted like others: one alone would leave the rest in a collective. Of
+        nested blocks the outer one says where.
         """
-        self._where = where if jax.process_count() == 1 else None
+        outer = self._where
+        self._where = outer or (where if jax.process_count() == 1 else None)
         try:
             yield
         finally:
-            self._where = None
+            self._where = outer
 
     def reached(self, step: int, overlaps: bool = False) -> bool:
         """True when any process has been preempted. All processes call it after each step, and get one answer.

@@ -1,7 +1,7 @@
 """transformers' TrainerCallback as a callback of a run: its hooks are called with what they know of a trainer."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,12 @@ def is_trainer_callback(callback: Any) -> bool:
         not any(hasattr(callback, name) for name in ("on_step", "on_checkpoint", "on_end"))
         and any(hasattr(callback, name) for name in ("on_train_begin", "on_step_end", "on_log", "on_train_end"))
     )
+
+
+def _evaluated(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of an evaluation among `metrics`, as `eval/reward` and as `eval_reward`."""
+    own = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+    return own | {f"eval_{name.removeprefix('eval/')}": value for name, value in own.items()}
 
 
 class Arguments:
@@ -168,8 +174,7 @@ class TrainerCallbackHooks:
     def on_evaluate(self, moment: Moment) -> list[str]:
         """on_evaluate with the metrics of the evaluation, and on_log."""
         self.control.should_evaluate = False
-        metrics = {name: value for name, value in moment.metrics.items() if name.startswith("eval/")}
-        metrics |= {f"eval_{name.removeprefix('eval/')}": value for name, value in metrics.items()}
+        metrics = _evaluated(moment.metrics)
         self._call("on_evaluate", moment, metrics=metrics)
         assert self.args is not None
         value, best = metrics.get(self.args.metric_for_best_model or "", math.nan), self.state.best_metric
@@ -179,6 +184,15 @@ class TrainerCallbackHooks:
             self.state.best_metric, self.state.best_global_step = value, moment.step
         self._log(moment, metrics)
         return self._wishes(STOP, SAVE)
+
+    def recall(self, lines: Iterable[Mapping[str, float]]) -> None:
+        """Begins `state.log_history` with the metrics of earlier steps, a line each, and those of their evaluations."""
+        for line in lines:
+            logs = {name: value for name, value in line.items() if not name.startswith("eval/")}
+            entries = [logs] if len(logs) > 1 else []  # before the first step there is nothing but an evaluation
+            if evaluated := _evaluated(line):
+                entries.append({**evaluated, "step": line["step"]})
+            self.state.log_history += entries
 
     def _log(self, moment: Moment, logs: dict[str, float]) -> None:
         self.state.log_history.append({**logs, "step": moment.step})

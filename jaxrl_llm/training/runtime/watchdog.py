@@ -17,6 +17,7 @@ from pathlib import Path
 
 import jax
 
+from jaxrl_llm.config.resuming import way_on
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.models.files.hf import STEPS
 from jaxrl_llm.training.logging.stopwatch import Stopwatch
@@ -82,7 +83,7 @@ class Watchdog:
         phase = self._watch.phases[-1] if self._watch.phases else "the time between phases"
         text = (
             f"error: no progress for {self._seconds:g} s (watch.hang_seconds): the run hangs in {phase}; the stacks of "
-            f"its threads are in {self.path}. The last checkpoint is intact: start the same command to go on from it"
+            f"its threads are in {self.path}. The last checkpoint is intact: {way_on()} to go on from it"
         )
         try:
             print(text, file=sys.__stderr__, flush=True)

@@ -13,7 +13,7 @@ from jaxrl_llm.config.schema import BY_NAME
 from jaxrl_llm.config.wording import amount
 from jaxrl_llm.distributed import processes
 from jaxrl_llm.training.checkpoint.data_files import edited
-from jaxrl_llm.training.checkpoint.manager import Checkpoints, find
+from jaxrl_llm.training.checkpoint.manager import Checkpoints, find, located
 from jaxrl_llm.training.checkpoint.object_store import is_remote, path_of
 from jaxrl_llm.training.checkpoint.outputs import check_outputs, given_to
 from jaxrl_llm.training.checkpoint.settings import (
@@ -26,6 +26,7 @@ from jaxrl_llm.training.checkpoint.settings import (
     check_frozen,
 )
 from jaxrl_llm.training.checkpoint.shapes import free
+from jaxrl_llm.training.logging.step_log import Metrics
 from jaxrl_llm.training.online import OnlineSource
 from jaxrl_llm.training.runtime.callbacks import Callbacks
 from jaxrl_llm.training.setup.given import Given
@@ -65,18 +66,24 @@ def loaded_once(config, checkpoints: Checkpoints) -> tuple[ConfigDict, list[str]
 def changes_to(config, given: Given, checkpoints: Checkpoints) -> Changes:
     """The settings that differ from those of the run in output_dir, where this one goes on from its checkpoints.
 
-    Raises ConfigError, before anything is loaded, for those that would make it another run, and where its model was
-    given in memory and is not given again.
+    Raises ConfigError, before anything is loaded, for those that would make it another run, where its model was given
+    in memory and is not given again, where there is no checkpoint that checkpoint.resume names, and where the trained
+    model would take the place of another.
     """
     changes: Changes = {}
     own = _is_own(config.checkpoint.resume, checkpoints)
+    if config.checkpoint.resume not in ("auto", "never"):
+        located(config.checkpoint.resume)
     if own and "extra" not in config.checkpoint.load:
         raise ConfigError(
             f"checkpoint.load is model, which starts at step 0 and deletes what is in {checkpoints.folder}, but "
             f"checkpoint.resume = {config.checkpoint.resume!r} is there: set another output_dir"
         )
     with processes.all_or_none():
-        if jax.process_index() == 0 and own and checkpoints.steps():
+        goes_on = own and bool(checkpoints.steps())
+        if jax.process_index() == 0:
+            check_outputs(Path(config.output_dir), config.checkpoint.resume, goes_on)
+        if jax.process_index() == 0 and goes_on:
             changes = changed_settings(Path(config.output_dir), config)
             former = given_to(Path(config.output_dir)).get("model")
             if former is not None and given.model is None and "model.path" not in changes:
@@ -98,6 +105,7 @@ class Beginning(NamedTuple):
     counts: dict[str, int]  # those of `StepLog`
     step: int | None  # after which the run in output_dir goes on; None: it starts
     warnings: list[str]
+    unevaluated: Metrics | None = None  # of that step, where its evaluation is yet to be made
 
 
 def resume(config, given: Given, run: Run, checkpoints: Checkpoints, hooks: Callbacks) -> Beginning:
@@ -114,7 +122,6 @@ def resume(config, given: Given, run: Run, checkpoints: Checkpoints, hooks: Call
     elif config.checkpoint.resume != "never":
         source, step, problems = find(config.checkpoint.resume)
     own = step if _is_own(config.checkpoint.resume, checkpoints) else None
-    check_outputs(Path(config.output_dir), config.checkpoint.resume, goes_on=own is not None)
     if step is None:
         checkpoints.discard_after(None)
         return Beginning(run.state, no_counts, None, problems)
@@ -150,9 +157,12 @@ def resume(config, given: Given, run: Run, checkpoints: Checkpoints, hooks: Call
     if "callbacks" in host:
         hooks.set_state(host["callbacks"], step, goes_on=own is not None)
     checkpoints.discard_after(own)
+    unevaluated = None if own is None else host.get("unevaluated")
     folder, total, ended = config.output_dir, run.config.total_steps, []
     another = "set another output_dir or checkpoint.resume=never to train anew"
-    if own is not None and own >= total:
+    if unevaluated is not None:
+        unevaluated = {name: value for name, value in unevaluated.items() if name != "step"}
+    elif own is not None and own >= total:
         ended = [
             f"the run in {folder} has made its {amount(total, 'step')}; nothing is trained: raise total_steps, or "
             f"{another}"
@@ -162,7 +172,7 @@ def resume(config, given: Given, run: Run, checkpoints: Checkpoints, hooks: Call
             f"the callback {hooks.stopped} ended the run in {folder} at step {own} of {total}; nothing is trained: "
             f"leave it out or give it other options to go on, or {another}"
         ]
-    return Beginning(state, {name: host[name] for name in no_counts}, own, [*ended, *problems])
+    return Beginning(state, {name: host[name] for name in no_counts}, own, [*ended, *problems], unevaluated)
 
 
 def _check_frozen(config, given: Given, run: Run, folder: Any) -> list[str]:

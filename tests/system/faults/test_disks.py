@@ -73,7 +73,7 @@ def test_a_model_that_cannot_be_exported(root, small_disk, tmp_path):  # noqa: F
             fill(small_disk / "filler")
         return lengths(completions)
 
-    with pytest.raises(ConfigError, match=r"model could not be written to .*run.*Start the same command again"):
+    with pytest.raises(ConfigError, match=r"model could not be written to .*run.*start the same command again"):
         jaxrl_llm.train(config, rewards=filling)
     (small_disk / "filler").unlink()
     config.checkpoint.accept_changes = ("rewards.functions",)
@@ -113,6 +113,42 @@ def test_a_run_outlives_a_model_of_a_step_that_cannot_be_written(root, tmp_path,
     jaxrl_llm.train(config, rewards=lengths)
     assert sorted(path.name for path in (tmp_path / "run/hf_steps").iterdir()) == ["00001", "00003"]
     assert re.search(r"model of step 2 could not .* No space left on device.* The run goes on", capsys.readouterr().err)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", ["for the state", "for neither", "later"])
+def test_a_run_that_keeps_models_alone_is_not_lost_where_the_last_has_no_room(
+    root, tmp_path, capsys, monkeypatch, room
+):
+    full = True
+
+    def save(model, path, **options):
+        if full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save_hf(model, path, **options)
+
+    def save_state(self, *args, **options):
+        nonlocal full
+        full = room != "later"
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(outputs, "save_hf", save)
+    monkeypatch.setattr(manager, "RETRY_SECONDS", 0.0)
+    if room != "for the state":
+        monkeypatch.setattr(manager.Manager, "save", save_state)
+    config = configured(root, tmp_path / "run", checkpoint__contents=("hf",), checkpoint__every=0)
+    config.total_steps = 2
+    if room == "later":
+        jaxrl_llm.train(config, rewards=lengths)
+    else:
+        kept = "the newest checkpoint is of step 2" if room == "for the state" else "there is no checkpoint"
+        with pytest.raises(ConfigError, match=f"model could not be written to .*{kept}.*start the same command again"):
+            jaxrl_llm.train(config, rewards=lengths)
+    assert "no checkpoint holds the model yet, so its state is saved" in capsys.readouterr().err
+    if room == "for the state":
+        full = False
+        assert len(jaxrl_llm.train(config, rewards=lengths).metrics) == 2
+    assert (tmp_path / "run/hf/model.safetensors").is_file() == (room != "for neither")
 
 
 @pytest.mark.slow

@@ -8,12 +8,13 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from safetensors.numpy import load_file
 
 import jaxrl_llm
 from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.rewards.functions import exact_match
 from jaxrl_llm.training.runtime.preemption import Notices, Preempted
-from tests.system.faults.equality import assert_same_run, metrics
+from tests.system.faults.equality import assert_same_run, assert_same_tree, metrics
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
@@ -95,6 +96,50 @@ def test_a_preempted_run_saves_and_goes_on(tiny_run, root, tmp_path):
     lines = metrics(tmp_path / "run/metrics.jsonl")
     assert [line.pop("warning/entropy_collapse", None) for line in lines] == [None, 1.0, 1.0]
     assert lines == metrics(tiny_run.output_dir / "metrics.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before it", "in it", "in the last"])
+def test_who_is_preempted_saves_before_an_evaluation_and_the_next_start_makes_it(root, tmp_path, when):
+    def config_of(name):
+        config = load_config_file(f"{root}/configs/grpo.py:tiny")
+        config.output_dir, config.logging.backends = str(tmp_path / name), ("jsonl",)
+        config.total_steps, config.eval.every, config.checkpoint.every = 3, 2, 0
+        config.checkpoint.contents = ("state", "hf")
+        config.callbacks = ("early_stopping(metric='eval/reward', patience=3)",)
+        return config
+
+    def preempt():
+        if not (tmp_path / "preempted").exists():
+            (tmp_path / "preempted").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    step = 3 if when == "in the last" else 2
+
+    def exact(completions, trainer_state, **kwargs):
+        if len(completions) != 16 and trainer_state.global_step == step and when != "before it":
+            preempt()  # of the evaluation
+        return exact_match(completions=completions, **kwargs)
+
+    exact.__name__ = "exact_match"
+    preempting = SimpleNamespace(on_step=lambda moment: preempt() if moment.step == 2 and when == "before it" else None)
+    with pytest.raises(Preempted) as raised:
+        jaxrl_llm.train(config_of("run"), rewards=exact, callbacks=preempting)
+    assert raised.value.step == step and (tmp_path / "preempted").exists()
+    assert f"the newest checkpoint is of step {step}" in raised.value.__notes__[-1]
+    last = metrics(tmp_path / "run/metrics.jsonl")[-1]
+    assert last["step"] == step and "eval/reward" not in last and "reward" in last
+    assert not (tmp_path / "run/hf").exists() and not (tmp_path / "run/hf_steps").exists()
+
+    ended = jaxrl_llm.train(config_of("run"))
+    whole = jaxrl_llm.train(config_of("whole"))
+    if step == 2:
+        assert_same_run(tmp_path / "whole", tmp_path / "run")
+    else:  # whose last checkpoint is the one that was made before the evaluation
+        assert metrics(tmp_path / "whole/metrics.jsonl") == metrics(tmp_path / "run/metrics.jsonl")
+        assert_same_tree(*(load_file(tmp_path / name / "hf/model.safetensors") for name in ("whole", "run")))
+    assert (tmp_path / "run/hf_steps/00002").exists() == (step == 2)
+    assert [line["step"] for line in ended.metrics] == [line["step"] for line in whole.metrics] == [0, 1, 2, 3]
 
 
 @pytest.mark.slow

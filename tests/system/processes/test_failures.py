@@ -1,6 +1,7 @@
 """When one process fails, all end, soon, with its message; nobody waits for a process that is gone."""
 
 import os
+import re
 import signal
 import time
 
@@ -326,3 +327,35 @@ def test_one_process_cannot_write_its_share_of_a_checkpoint(root, tmp_path, toge
     assert [process.code for process in ended] == [1, 1], ended[0].err
     for (line,) in errors(ended):
         assert line.startswith("error: process 1 (") and "the checkpoint of step 1 could not be written" in line
+
+
+FULL = """
+import errno, jax
+from jaxrl_llm.models.files import safetensors
+
+save_file = safetensors.save_file
+
+def no_room(*arguments, **options):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+class Full:
+    def on_step_begin(self, moment):
+        full = jax.process_index() == 0 and moment.step != 1
+        safetensors.save_file = no_room if full else save_file
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_the_first_process_cannot_write_is_an_error_in_all(root, tmp_path):
+    """That of a step is left out, and of the last one the state is saved, where models alone are kept."""
+    (tmp_path / "full.py").write_text(FULL)
+    flags = ("total_steps=3", "eval.every=-1", "checkpoint.contents=hf", "callbacks=full.py:Full()")
+    run = command(root, "grpo", tmp_path / "run", *(f"--config.{flag}" for flag in flags))
+    first, second = finish(start(2, tmp_path, run), 180)
+    assert first.code == second.code == 2, first.err + second.err
+    assert "the model of step 1 could not be written" in first.err and "The run goes on without it" in first.err
+    last = "the newest checkpoint is of step 3, in .*; when there is room start the same command again"
+    assert re.search(f"No space left on device; {last}", first.err), first.err
+    assert [path.name for path in (tmp_path / "run/hf_steps").iterdir()] == ["00002"]
+    assert [ended.code for ended in finish(start(2, tmp_path, run), 180)] == [0, 0]
+    assert (tmp_path / "run/hf/model.safetensors").is_file()

@@ -196,6 +196,18 @@ def test_a_resumed_run_has_neither_gaps_nor_doubles(tmp_path):
     assert files(tmp_path / "completions") == expected
 
 
+def test_the_step_that_a_run_goes_on_from_is_logged_again(tmp_path, capsys):
+    """As that whose evaluation the next start makes: its completions stay, and its line is replaced."""
+    run_steps(tmp_path, 1, 3)
+    with Logger(quiet_spec(), tmp_path, resume_step=2, again=True) as logger:
+        assert [record["step"] for record in logger.earlier()] == [1]
+        logger.log(2, {"reward": 5.0})
+    assert steps(tmp_path) == [1, 2] and [*read_metrics(tmp_path / "metrics.jsonl")][1]["reward"] == 5.0
+    assert files(tmp_path / "completions") == ["completions_00001.parquet", "completions_00002.parquet"]
+    Logger(quiet_spec(), tmp_path, resume_step=1, again=True).close()
+    assert steps(tmp_path) == [] and capsys.readouterr().err == ""
+
+
 def test_later_completions_are_removed_on_resume(tmp_path):
     run_steps(tmp_path, 0, 12)
     Logger(quiet_spec(), tmp_path, resume_step=9).close()

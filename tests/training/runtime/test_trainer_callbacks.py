@@ -194,3 +194,17 @@ def test_transformers_early_stopping():
     (resumed,) = load_callbacks([EarlyStoppingCallback(early_stopping_patience=2)]).values()
     resumed.set_state(hooks.get_state())
     assert evaluated(resumed, 3, 0.2) == ["stop"]
+
+
+def test_a_run_that_goes_on_knows_the_log_of_its_earlier_steps(tmp_path):
+    hooks = TrainerCallbackHooks(Diary())
+    callbacks = Callbacks({"diary": hooks, "other": SimpleNamespace(on_end=print)}, to_json(default()), tmp_path)
+    callbacks.recall(
+        [{"step": 0, "eval/loss": 3.0}, {"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0, "eval/loss": 1.5}]
+    )
+    assert hooks.state.log_history == [
+        {"eval/loss": 3.0, "eval_loss": 3.0, "step": 0},
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": 1.0},
+        {"eval/loss": 1.5, "eval_loss": 1.5, "step": 2},
+    ]
