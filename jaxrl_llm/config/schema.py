@@ -381,7 +381,7 @@ KEYS = (
         "Mesh for sampling, `tensor=8` or `fsdp=2,tensor=4`: sizes of data, fsdp, expert and tensor; those not named "
         "are 1, and data takes the remaining devices. Parameters are resharded for each rollout. none is the train "
         "mesh, its context axis joined to fsdp. auto is the same but, on accelerators with fsdp or context, has "
-        "tensor in their place, so that no token gathers the parameters."),
+        "tensor in their place, so that no token gathers the parameters.", none=True),
     Setting("rollout.devices", 0,
         "Devices that only sample, the last ones; mesh is of the others, and rollout.mesh of these (data=-1 unless it "
         "is set). 0: all devices do both. With rollout.staleness above 0 both work at once. See docs/asynchronous.md.",

@@ -14,6 +14,7 @@ from jaxrl_llm.config.flags import load_config_file
 from jaxrl_llm.data import sources, tasks
 from jaxrl_llm.data.splits import SplitError
 from jaxrl_llm.environments.agents import Agents, AgentSpec, Connection, Outcome
+from jaxrl_llm.tools.migrate import migrate
 
 MINE = '''
 import asyncio
@@ -129,6 +130,42 @@ def test_rewards_are_those_of_the_taskset(root, tmp_path, mine, calls, room):
         assert line["environment/failures"] == line["environment/retokenised_tokens"] == 0
         assert line["environment/calls"] == turns
         assert line["sampling/importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_file_of_prime_rl_with_two_tasksets_trains(root, tmp_path, mine):
+    """Each taskset is played by its own agent, with its own turns, and its answers are as long as the file says."""
+    (tmp_path / "rl.toml").write_text("""
+max_steps = 2
+seq_len = 40
+[orchestrator]
+batch_size = 16
+group_size = 4
+[orchestrator.train.sampling]
+max_completion_tokens = 4
+[[orchestrator.train.source]]
+env = { taskset = { id = "my-tasks" }, agent = { runtime = { type = "subprocess" } } }
+[[orchestrator.train.source]]
+name = "longer"
+env = { taskset = { id = "my-tasks", turns = 2 }, agent = { runtime = { type = "subprocess" } } }
+[trainer.optim]
+lr = 1e-5
+[run]
+name = "run"
+""")
+    text = migrate(tmp_path / "rl.toml", output=tmp_path / "config.py")[1]
+    (tmp_path / "config.py").write_text(text)
+    config = load_config_file(str(tmp_path / "config.py"))
+    tiny = load_config_file(f"{root / 'configs/agent.py'}:tiny")
+    config.model, config.mesh = tiny.model, tiny.mesh
+    config.output_dir, config.logging.backends = str(tmp_path / "run"), ("jsonl",)
+    result = jaxrl_llm.train(config)
+    turns = set()
+    for line in result.metrics:
+        rows = parquet.read_table(tmp_path / f"run/completions/completions_0000{line['step']}.parquet").to_pylist()
+        assert len(rows) == 16 and line["environment/failures"] == 0
+        turns |= {row["environment/turns"] for row in rows}
+    assert turns == {1, 2}
 
 
 def play(taskset, column="verifiers", **settings):

@@ -274,6 +274,6 @@ def test_a_file_of_rl_trains(tmp_path):
         config, tmp_path, [{"prompt": f"sort:{n}=", "answer": f"{n}"} for n in range(120, 136)],
         **{"rewards.functions": ("exact_match",), "rollout.group_size": 4, "batch.prompts": 2, "rollout.min_p": 0.0,
            "data.chat_template_kwargs": "", "lora.targets": ("q_proj",), "rollout.staleness": 0,
-           "rollout.mesh": "auto"},
+           "rollout.mesh": None},
     )  # fmt: skip
     assert [np.isfinite(step["loss"]) for step in metrics] == [True, True]

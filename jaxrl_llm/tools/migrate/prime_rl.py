@@ -230,7 +230,7 @@ def _rollouts(draft: Draft) -> None:
         draft.check("orchestrator.train.source: sampling of one environment; here all are sampled alike (rollout.*)")
     _sampling(draft, "rollout", {name.removeprefix("extra_body."): value for name, value in sampling.items()}, at)
     draft.use(*_under(draft, at))
-    draft.set("rollout.mesh", "none")  # sessions of agents are sampled on the mesh of training
+    draft.set_none("rollout.mesh")  # sessions of agents are sampled on the mesh of training
     infer = [f"deployment.num_infer_{what}" for what in ("gpus", "nodes", "replicas")]
     draft.use(*infer, "inference.vllm.tensor_parallel_size")
     draft.check("deployment: no devices sample alone, as agents are sampled on all of mesh (rollout.devices)")
