@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxrl_llm
-from jaxrl_llm.commands.serve import load_served
+from jaxrl_llm.commands.checkpoints import load_named
 from jaxrl_llm.config import ConfigError, to_json
 from jaxrl_llm.config.files import write_json
 from jaxrl_llm.config.flags import load_config_file
@@ -189,7 +189,7 @@ def test_a_model_in_memory_is_exported_once_it_has_a_folder(in_memory, tmp_path)
     tokenizer = with_chat_template(model.tokenizer, "chatml")
     run = jaxrl_llm.train(config, CHAT, model=model, tokenizer=tokenizer).output_dir
     assert contents(jaxrl_llm.export(run, tmp_path / "exported")) == contents(run / "hf")
-    served = load_served(str(run), "float32", make_mesh())
+    served = load_named(str(run), "float32", make_mesh())
     assert served.tokenizer.chat_template == tokenizer.chat_template and served.net.config.rope == model.net.config.rope
     (run / "hf").rename(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=r"its model and tokenizer in memory.* \(model.path, model.tokenizer\)"):
@@ -213,7 +213,7 @@ def test_adapters_of_a_model_in_memory_have_no_base(in_memory, tmp_path):
     with pytest.raises(ConfigError, match=refused):
         jaxrl_llm.export(run, tmp_path / "exported")
     with pytest.raises(ConfigError, match=refused):
-        load_served(str(run), "auto", make_mesh())
+        load_named(str(run), "auto", make_mesh())
 
 
 @pytest.mark.slow
@@ -231,7 +231,7 @@ def test_what_the_run_made_of_its_model_is_exported(kind, root, tmp_path):
     config.output_dir = str(tmp_path / "run")
     run = jaxrl_llm.train(config, rows).output_dir
     assert contents(jaxrl_llm.export(run, tmp_path / "exported")) == contents(run / "hf")
-    served = load_served(str(run), "float32", make_mesh())
+    served = load_named(str(run), "float32", make_mesh())
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(served.params))
     saved = jaxrl_llm.load_model(run / "hf")
     assert served.net.config.rope == saved.net.config.rope
