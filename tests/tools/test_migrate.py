@@ -2786,7 +2786,7 @@ def test_nothing_of_a_script_is_run(tmp_path):
         ("a.toml", "a = 1\n", {}, "none of the sections orchestrator, trainer, optim and data"),
         ("a.ipynb", {"nbformat": 4}, {}, "is no notebook: KeyError"),
         # Of other libraries, whose keys, flags and classes look like those of TRL and verl.
-        ("a.sh", "python -m skyrl.train.main trainer.policy.model.path=m data.train_data=d\n", {}, "none of verl's"),
+        ("a.sh", "python -m slime.train.main actor.model.path=m data.train_data=d\n", {}, "none of verl's"),
         ("a.yaml", "rl: bco\nbase_model: m\n", {}, "rl is 'bco', which has no equivalent; there are dpo"),
         ("a.yaml", "kd_trainer: true\nbase_model: m\n", {}, "log-probs of a teacher that are in the rows"),
         (

@@ -103,7 +103,7 @@ def test_a_file_of_rl(tmp_path):
     config, text = rl(tmp_path)
     (tmp_path / "config.py").write_text(text)
     assert load_config_file("config.py").to_dict() == config.to_dict()
-    assert "unknown key" not in text
+    assert "unknown key" not in text and "no known key" not in text
     assert (config.model.path, config.model.tokenizer, config.total_steps) == ("Qwen/Qwen3-0.6B", None, 20)
     assert (config.batch.prompts, config.rollout.group_size) == (8, 16), "128 completions, 16 of each prompt"
     assert (config.rollout.max_prompt_length, config.rollout.max_completion_length) == (2048, 2048)
@@ -255,7 +255,7 @@ def test_the_rates_are_those_of_torch_schedules_there(tmp_path, kind):
 
 def test_a_file_of_sft_trains(tmp_path):
     config, text = sft(tmp_path)
-    assert "unknown key" not in text
+    assert "unknown key" not in text and "no known key" not in text
     assert (config.algorithm.name, config.data.max_length, config.data.packing) == ("sft", 64, True)
     assert (config.batch.prompts, config.seed, config.optimizer.max_grad_norm) == (8, 3, 0.0)
     metrics = two_steps(

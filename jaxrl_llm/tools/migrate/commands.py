@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxrl_llm.config import flat
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.tools.migrate import prime_rl, skyrl
 from jaxrl_llm.tools.migrate.draft import Source
-from jaxrl_llm.tools.migrate.prime_rl import read_command
 from jaxrl_llm.tools.migrate.scripts import read_script
 from jaxrl_llm.tools.migrate.shell import commands
 from jaxrl_llm.tools.migrate.trees import TREES, inherited, load, parsed, read_tree, resolved, trainers_named
@@ -24,6 +24,7 @@ STARTED = {
     "tunix": re.compile(r"\btunix[./]cli\b"),
     "openrlhf": re.compile(r"\bopenrlhf[./]cli\b"),
     "prime-rl": re.compile(r"(^|\s|/)(rl|sft) (.* )?@ \S+\.toml\b"),
+    "skyrl": skyrl.STARTS,
     # Scripts of others have flags besides.
     "nemo-rl": re.compile(r"\bexamples/run_(vlm_)?(grpo|ppo|sft|dpo|rm|distillation)\w*\.py(?!.* --(?!config\b))"),
 }
@@ -48,7 +49,8 @@ def read_shell(text: str, path: str, system: str, trainer: str, companion: str) 
             f"{path} has 0 commands that train, and one is needed: `trl grpo ...`, `accelerate launch FILE.py ...`, "
             "`python -m verl.trainer.main_ppo a=b ...`, `axolotl train FILE.yml`, "
             "`python -m tunix.cli.grpo_main ...`, `python -m openrlhf.cli.train_ppo_ray ...`, "
-            "`uv run examples/run_grpo.py ...`, `uv run rl @ FILE.toml`"
+            "`uv run examples/run_grpo.py ...`, `uv run rl @ FILE.toml`, "
+            "`python -m skyrl.train.entrypoints.main_base a=b ...`"
         )
     words, checks = trains[0], ()
     if len(trains) > 1:
@@ -62,7 +64,10 @@ def read_shell(text: str, path: str, system: str, trainer: str, companion: str) 
     if library == "tunix":
         return _read_tunix(words, path, trainer, checks)
     if library == "prime-rl":
-        source = read_command(words, path)
+        source = prime_rl.read_command(words, path)
+        return source._replace(checks=(*checks, *source.checks))
+    if library == "skyrl":
+        source = skyrl.read_command(words, path)
         return source._replace(checks=(*checks, *source.checks))
     if library == "nemo-rl":
         return _read_nemo_rl(words, path, trainer, checks)

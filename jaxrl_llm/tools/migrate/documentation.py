@@ -20,6 +20,8 @@ SECTIONS = {
     "overrides of `uv run examples/run_grpo.py --config FILE a.b=c`.",
     "prime-rl": "Keys of the TOML of `rl` and `sft`, and of the flags behind `uv run rl @ FILE.toml`. Those of `model` "
     "and `optim` are of `sft`, and with `trainer.` of `rl`. A name that ends in `*` is every key below it.",
+    "SkyRL": "Overrides of `python -m skyrl.train.entrypoints.main_base key=value` and of the scripts in its examples. "
+    "A name that ends in `*` is every key below it.",
     "Tunix": "Keys of the YAML and the overrides of `tunix.cli`, and `dpo_config` for `DPOTrainingConfig`; scripts "
     "have them as arguments of `GRPOConfig`, `RLTrainingConfig`, `RolloutConfig` and optax's functions.",
     "Harmony": "The arguments of its training classes, and what recipes call besides.",

@@ -159,6 +159,9 @@ def _model(draft: Draft, options: Options) -> int:
     templates = ("tokenizer.chat_template", "orchestrator.tokenizer.chat_template", "inference.vllm.chat_template")
     draft.set("data.chat_template", draft.first(*templates), *templates)
     draft.use(*names, *templates)
+    trusts = [f"{part}trust_remote_code" for part in ("model.", "tokenizer.", f"{ORCHESTRATOR}model.")]
+    trusts.append(f"{ORCHESTRATOR}tokenizer.trust_remote_code")
+    draft.set("model.trust_remote_code", any(draft.get(key) for key in trusts) or None, *trusts)
     draft.set("model.param_dtype", draft.get("model.optimization_dtype"), "model.optimization_dtype")
     draft.set("model.dtype", "bfloat16")  # products; prime-rl has no key for their type
     if draft.sets("model.ac_offloading") or _under(draft, "model.ac_offloading"):

@@ -104,7 +104,7 @@ def _documented(text: str) -> list[str] | None:
 
 
 def _check_keys(source: Source) -> None:
-    """Raise ConfigError for a file of a library that is not known here, such as SkyRL.
+    """Raise ConfigError for a file of a library that is not known here, such as slime.
 
     Its keys look like those of one that is, but most are none of that one's: what would be written are defaults.
     """
