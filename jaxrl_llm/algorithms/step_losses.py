@@ -17,5 +17,6 @@ def step_cross_entropy(logits, labels) -> Array:
     """
     check_rank(3, logits=logits)
     check_rank(2, labels=labels)
-    log_odds, labels = logits[..., 1] - logits[..., 0], as_float(labels)
+    logits, labels = as_float(logits), as_float(labels)
+    log_odds = logits[..., 1] - logits[..., 0]
     return -labels * jax.nn.log_sigmoid(log_odds) - (1.0 - labels) * jax.nn.log_sigmoid(-log_odds)

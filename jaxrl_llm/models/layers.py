@@ -76,9 +76,11 @@ class Linear(nnx.Module):
                 y += lora.delta(rows, a, b, self.lora, key_data, start)
             else:
                 inputs = lora.dropped(rows, self.lora, key_data)
-                factors = lora.rescaling(kernel, a, b, self.lora_m[...], self.lora).astype(y.dtype)
+                # Less 1 before they are rounded: near 1 a factor of 16 bits has no more than three digits.
+                change = (lora.rescaling(kernel, a, b, self.lora_m[...], self.lora) - 1).astype(y.dtype)
                 base: jax.Array = y if key_data is None else matmul(inputs, kernel)
-                y += (factors - 1) * base + factors * lora.delta(inputs, a, b, self.lora)
+                added = lora.delta(inputs, a, b, self.lora)
+                y += added + change * (base + added)
         y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 

@@ -1,6 +1,7 @@
 """The loss of steps: by hand, against torch's, and of labels between wrong and right."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +16,12 @@ def test_by_hand():
     np.testing.assert_allclose(step_cross_entropy(logits[:, :1], [[0.5]]), -0.5 * np.log([[0.25 * 0.75]]), rtol=1e-6)
     with pytest.raises(ValueError, match="logits has shape"):
         step_cross_entropy(logits[0], [[0, 1, 1]])
+
+
+def test_logits_of_16_bits_are_subtracted_in_32():
+    logits = jnp.array([[[0.01, 4.0]]], jnp.bfloat16)
+    expected = np.log1p(np.exp(float(logits[0, 0, 0]) - 4.0))
+    np.testing.assert_allclose(step_cross_entropy(logits, [[1]]), [[expected]], rtol=1e-5)
 
 
 def test_is_the_cross_entropy_of_torch():

@@ -40,7 +40,6 @@ VERL: Mapping[str, str] = {
     "epoch": "training/epoch",
     "tools/call_frequency": "tool_call_counts/mean",
     "step_time": "perf/time_per_step",
-    "tokens_per_second": "perf/throughput",
     "mfu": "perf/mfu/actor",
     "machine/device_memory_peak_gib": "perf/max_memory_allocated_gb",
     **{f"time/{phase}": f"timing_s/{verl}" for phase, verl in PHASES.items()},
@@ -49,6 +48,7 @@ VERL: Mapping[str, str] = {
 VERL_MORE: Mapping[str, str] = {
     "training/global_step": "`step`",
     "timing_s/step": "`step_time`",
+    "perf/throughput": "`step_tokens` by `step_time` and by the number of devices",
     "timing_per_token_ms/gen": "`time/rollout` by the completions' tokens of the step",
     "timing_per_token_ms/update_actor": "`time/update` by `step_tokens`",
     "critic/rewards/mean": "`reward`; less a KL penalty it is `objective/rlhf_reward`, of ppo alone",
@@ -120,8 +120,12 @@ class MetricNames(dict[str, str]):
         """
         if self._data is None or "step_tokens" not in metrics:
             return {}
+        import jax  # here, as the report reads names without it
+
         found: dict[str, float | None] = {"training/global_step": step, "timing_s/step": metrics["step_time"]}
         tokens, prompt = metrics["step_tokens"] or 0.0, metrics.get("prompts/mean_length") or 0.0
+        if seconds := metrics["step_time"]:
+            found["perf/throughput"] = tokens / (seconds * jax.device_count())
         completion = metrics.get("completions/mean_length") or 0.0
         completions = tokens * completion / (prompt + completion) if completion else 0.0
         for phase, count in (("rollout", completions), ("update", tokens)):

@@ -10,6 +10,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config
 
@@ -22,8 +23,10 @@ from jaxrl_llm.models.adapters.peft import trained_tensors
 from jaxrl_llm.models.families import family_of
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.kernels.stored_matmul import frozen_matmul
+from jaxrl_llm.models.layers import Linear
 from jaxrl_llm.models.logprobs import last_scores, token_logps
 from jaxrl_llm.models.model import add_adapters, has_peft_adapter, load_model, save_adapter, save_hf
+from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.quantize import NF4, dequantize, quantize
 from tests.models.conftest import VOCAB, make_oracle, variants
 
@@ -392,6 +395,18 @@ def test_dropout_of_dora_drops_what_its_adapter_adds(base):
     moved = shaken(model)
     dropped = dataclasses.replace(moved, params=lora.with_dropout(moved.params, jax.random.key(1)))
     assert np.abs(dropped(TOKENS) - moved(TOKENS)).max() > 0.01
+
+
+def test_lengths_of_dora_that_differ_by_less_than_bfloat16_tells_apart():
+    """Columns that are 1.2 % longer give outputs as much larger: bfloat16 has no number between 1.0078 and 1.0156."""
+    shape = LoraConfig(2, targets=("q",), dora=True)
+    config = ModelConfig(vocab_size=8, width=64, layers=1, heads=1, kv_heads=1, head_dim=64, ffn=64, lora=shape)
+    linear = Linear(64, 256, config, nnx.Rngs(0), name="q")
+    x = jnp.array(np.random.default_rng(0).normal(size=(256, 64)), jnp.bfloat16)
+    before = np.array(linear(x), np.float32)
+    linear.lora_m[...] = 1.012 * linear.lora_m[...]
+    after = np.array(linear(x), np.float32)
+    np.testing.assert_allclose((after * before).sum() / (before * before).sum(), 1.012, atol=1e-3)
 
 
 def test_an_adapter_folder_loads_back(llama_folder, adapter, adapted):

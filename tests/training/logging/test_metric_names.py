@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -85,7 +86,8 @@ def test_records_are_read_back_whatever_their_names(tmp_path):
         assert logger.earlier() == [first, {"step": 1, "reward": 1.0, "eval/accuracy": 0.5}]
 
 
-def test_what_verl_computes_of_others():
+def test_what_verl_computes_of_others(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
     config = default()
     step = {"step_tokens": 600.0, "step_time": 9.0, "time/rollout": 4.0, "time/update": 3.0, "time/reward": 1.0}
     lengths = {"prompts/mean_length": 50.0, "completions/mean_length": 100.0}  # of 4 rows
@@ -93,6 +95,7 @@ def test_what_verl_computes_of_others():
     assert metric_names(config).more(3, step | lengths | scores) == {}
     config.logging.names = "verl"
     expected = {"training/global_step": 3, "timing_s/step": 9.0, "timing_per_token_ms/update_actor": 3000.0 / 600}
+    expected["perf/throughput"] = 600 / (9.0 * 4)
     assert metric_names(config).more(3, step) == expected
     expected |= {"timing_per_token_ms/gen": 4000.0 / 400, "num_turns/mean": 2.5}
     rewards = {"critic/rewards/mean": 0.5, "critic/rewards/max": 1.0, "critic/rewards/min": None}
