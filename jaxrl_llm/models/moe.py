@@ -36,7 +36,9 @@ class Routing(NamedTuple):
 def balance_loss(routing: Routing):
     """The load-balancing loss of arXiv 2101.03961, eq. 4 to 6: k when experts are used evenly, up to E.
 
-    `E x sum_e (share of tokens sent to e) x (mean probability of e)`, over the tokens of all layers together, in fp32.
+    `E x sum_e (share of tokens sent to e) x (mean probability of e)`, over the tokens of all layers together, in fp32,
+    without those that hash routers send. Probabilities of routers that are no softmax are their scores over the sum of
+    these (DeepSeek-V3, arXiv 2412.19437, eq. 19, and Megatron; transformers has the softmax of their logits).
     Its gradient flows through the probabilities. 0 where there are no tokens.
     """
     tokens = jnp.maximum(routing.tokens, 1.0)
@@ -431,6 +433,8 @@ class MixtureOfExperts(nnx.Module):
         if self.correction is not None:  # as transformers and DeepSeek-V3 (arXiv 2412.19437, eq. 18) count them
             preferred = jax.lax.top_k(jax.lax.stop_gradient(probabilities), c.experts_per_token)[1]
         live = counted[..., None].astype(jnp.float32)
+        if self.table is not None:  # whose choices no loss can even out: such layers have no part in one
+            live = jnp.zeros_like(live)
         count = c.routed_experts
         used = (jax.nn.one_hot(preferred, count, dtype=jnp.float32) * live[..., None]).reshape(-1, count).sum(0)
         return out, chosen, Routing(used, (probabilities * live).reshape(-1, count).sum(0), live.sum())

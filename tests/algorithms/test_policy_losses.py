@@ -193,6 +193,21 @@ def test_gmpo_clips_one_side_of_the_log_ratio(x64):
     np.testing.assert_allclose(gmpo(LOGPS, OLD, [-1.0], 0.1, 0.1, mask=ONES), down * ONES, rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("advantage", "low", "high", "clipped"),
+    [
+        (1.0, 0.1, 0.1, {"high": [1, 0, 0], "low": [0, 0, 0]}),
+        (1.0, 0.1, 0.21, {"high": [0, 0, 0], "low": [0, 0, 0]}),
+        (-1.0, 0.45, 0.1, {"high": [0, 0, 0], "low": [0, 1, 0]}),  # log-ratio -0.5, ratio 0.61: within 1 - 0.45
+        (-1.0, 0.55, 0.1, {"high": [0, 0, 0], "low": [0, 0, 0]}),
+    ],
+)
+def test_gmpo_counts_log_ratios_that_are_clipped(x64, advantage, low, high, clipped):
+    _, metrics = policy_losses.gmpo(LOGPS, OLD, [advantage], low, high, mask=ONES)
+    for side, tokens in clipped.items():
+        np.testing.assert_array_equal(metrics[f"clip_ratio/{side}_mean"].value, [tokens])
+
+
 def test_luspo_is_gspo_times_length_and_gspo_under_sequence_sums(x64):
     logps, old, advantages, mask = random_batch()
     token = gspo(logps, old, advantages, 0.2, 0.2, mask=mask)

@@ -195,6 +195,25 @@ def test_a_corrections_choices_do_not_count_in_the_balance_loss():
     assert float(balance_loss(routing)) == pytest.approx(float(expected), rel=1e-6)
 
 
+def test_probabilities_of_sigmoids_are_shares_in_the_balance_loss():
+    """DeepSeek-V3's eq. 17 to 20, by hand; a softmax of the logits, as in transformers, is another number."""
+    module = MixtureOfExperts(dataclasses.replace(CONFIG, router_sigmoid=True), nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (1, 6, CONFIG.width))
+    _, _, routing = jax.jit(lambda x: module(x, jnp.ones((1, 6))))(x)
+    scores = 1 / (1 + np.exp(-np.asarray(module.router(x), np.float64)[0]))
+    sent = np.zeros(4)
+    np.add.at(sent, np.argsort(scores, axis=-1)[:, -2:], 1 / 6)
+    expected = 4 * sent @ (scores / scores.sum(-1, keepdims=True)).mean(0)
+    assert float(balance_loss(routing)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_experts_that_a_hash_chooses_have_no_part_in_the_balance_loss():
+    module = MixtureOfExperts(dataclasses.replace(CONFIG, hash_layers=(0,)), nnx.Rngs(0))
+    x, tokens = jax.random.normal(jax.random.key(1), (1, 6, CONFIG.width)), jnp.arange(6)[None]
+    _, _, routing = jax.jit(lambda x: module(x, jnp.ones((1, 6)), tokens=tokens))(x)
+    assert float(routing.tokens) == 0 == float(balance_loss(routing)) and not routing.probabilities.any()
+
+
 def test_a_frozen_router_gets_no_gradient():
     frozen = Net(dataclasses.replace(CONFIG, freeze_router=True))
     params = jax.jit(frozen.init)(jax.random.key(0))
