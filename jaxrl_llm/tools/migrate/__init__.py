@@ -9,7 +9,19 @@ import re
 from pathlib import Path
 
 from jaxrl_llm.config import ConfigDict, ConfigError
-from jaxrl_llm.tools.migrate import axolotl, harmony, llamafactory, nemo_rl, openrlhf, prime_rl, skyrl, trl, tunix, verl
+from jaxrl_llm.tools.migrate import (
+    axolotl,
+    harmony,
+    llamafactory,
+    ms_swift,
+    nemo_rl,
+    openrlhf,
+    prime_rl,
+    skyrl,
+    trl,
+    tunix,
+    verl,
+)
 from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source, shown
 from jaxrl_llm.tools.migrate.functions import write
 from jaxrl_llm.tools.migrate.reading import read
@@ -26,6 +38,7 @@ LIBRARIES = {
     "prime-rl": prime_rl.convert,
     "skyrl": skyrl.convert,
     "llamafactory": llamafactory.convert,
+    "ms-swift": ms_swift.convert,
 }
 
 

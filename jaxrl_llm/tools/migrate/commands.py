@@ -8,10 +8,10 @@ from typing import Any
 
 from jaxrl_llm.config import flat
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.tools.migrate import prime_rl, skyrl
+from jaxrl_llm.tools.migrate import ms_swift, prime_rl, skyrl
 from jaxrl_llm.tools.migrate.draft import Source
 from jaxrl_llm.tools.migrate.scripts import read_script
-from jaxrl_llm.tools.migrate.shell import commands
+from jaxrl_llm.tools.migrate.shell import Shell
 from jaxrl_llm.tools.migrate.trees import TREES, inherited, load, parsed, read_tree, resolved, trainers_named
 from jaxrl_llm.tools.migrate.trl import RULES
 from jaxrl_llm.tools.migrate.tunix_scripts import read_tunix
@@ -25,6 +25,7 @@ STARTED = {
     "openrlhf": re.compile(r"\bopenrlhf[./]cli\b"),
     "prime-rl": re.compile(r"(^|\s|/)(rl|sft) (.* )?@ \S+\.toml\b"),
     "skyrl": skyrl.STARTS,
+    "ms-swift": ms_swift.STARTS,
     # Scripts of others have flags besides.
     "nemo-rl": re.compile(r"\bexamples/run_(vlm_)?(grpo|ppo|sft|dpo|rm|distillation)\w*\.py(?!.* --(?!config\b))"),
 }
@@ -34,7 +35,8 @@ TUNIX = {"grpo_main": "grpo", "grpo_vllm_main": "grpo", "ppo_main": "ppo", "peft
 
 def read_shell(text: str, path: str, system: str, trainer: str, companion: str) -> Source:
     """Return the flags or overrides of the first command of a shell script that trains, and of the file it names."""
-    found = commands(text, path)
+    shell = Shell(path)
+    found = list(shell.commands(text))
     trains = [words for words in found if _trains(words)]
     trains = [words for words in trains if "verl.trainer" in " ".join(words)] or trains  # others prepare data
     serves = [words for words in found if "vllm-serve" in words or {"vllm", "serve"} <= set(words)]
@@ -50,7 +52,7 @@ def read_shell(text: str, path: str, system: str, trainer: str, companion: str) 
             "`python -m verl.trainer.main_ppo a=b ...`, `axolotl train FILE.yml`, "
             "`python -m tunix.cli.grpo_main ...`, `python -m openrlhf.cli.train_ppo_ray ...`, "
             "`uv run examples/run_grpo.py ...`, `uv run rl @ FILE.toml`, "
-            "`python -m skyrl.train.entrypoints.main_base a=b ...`"
+            "`python -m skyrl.train.entrypoints.main_base a=b ...`, `swift rlhf ...`"
         )
     words, checks = trains[0], ()
     if len(trains) > 1:
@@ -66,6 +68,10 @@ def read_shell(text: str, path: str, system: str, trainer: str, companion: str) 
     if library == "prime-rl":
         source = prime_rl.read_command(words, path)
         return source._replace(checks=(*checks, *source.checks))
+    if library == "ms-swift":
+        flags = read_flags(words, path, ms_swift.trainer_of(words), launched=False)
+        count = {"num_processes": devices} if (devices := ms_swift.devices_of(shell.variables)) else {}
+        return flags._replace(library=library, settings=flags.settings | count, checks=checks)
     if library == "skyrl":
         source = skyrl.read_command(words, path)
         return source._replace(checks=(*checks, *source.checks))

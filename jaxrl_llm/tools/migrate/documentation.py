@@ -16,6 +16,7 @@ SECTIONS = {
     "OpenRLHF": "Flags of 0.11: those that begin with `actor.` are of `train_ppo_ray`, and of other commands without "
     "it or with `model.`. Flags without a dot are those up to 0.9.",
     "LLaMA-Factory": "Its own keys; those of transformers beside them are as in TRL.",
+    "ms-swift": "Flags of `swift sft`, `swift pt` and `swift rlhf`; those of transformers and TRL are as in TRL.",
     "NeMo-RL": "Keys of the YAML in its examples/configs, with what their parents say (`defaults: PARENT.yaml`), and "
     "overrides of `uv run examples/run_grpo.py --config FILE a.b=c`.",
     "prime-rl": "Keys of the TOML of `rl` and `sft`, and of the flags behind `uv run rl @ FILE.toml`. Those of `model` "

@@ -196,6 +196,11 @@ class Shell:
             return os.path.normpath(folders[0]) if folders else whole
         if len(words) < 2 or any("$" in word for word in words):
             return whole
+        if words[0] == "expr":
+            try:
+                return str(_computed(ast.parse(" ".join(words[1:]), mode="eval").body))
+            except (SyntaxError, ValueError, ArithmeticError):
+                return whole
         if words[0] == "awk" and (match := AWK.fullmatch(words[-1])):
             return self._formatted(match[1] or "%.6g", match[2], whole)
         if words[0] == "printf" and len(words) == 3:

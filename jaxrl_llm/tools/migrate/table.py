@@ -63,7 +63,7 @@ def table(library: str) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-PARENTS = {"llamafactory": "trl"}  # a library that takes the keys of another besides its own
+PARENTS = {"llamafactory": "trl", "ms-swift": "trl"}  # a library that takes the keys of another besides its own
 
 
 def known(library: str) -> tuple[Entry, ...]:
