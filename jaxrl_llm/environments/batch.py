@@ -3,7 +3,9 @@
 The order of calls is `EpisodeBatch.open`, then `submit` and `poll` by the engine, then `finish` and `release`.
 """
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -156,10 +158,11 @@ class EpisodeBatch:
         """Free the environments for other rows; returns metrics (numbers to average), totals (to add up) and columns.
 
         Metrics and totals are of the first `counted` rows, behind which others fill up the batch. After rewards, as
-        these may read the environments.
+        these may read the environments. Warns of the most frequent failure.
         """
         self.environments.release(self.rows, self.episodes)
         episodes = self.episodes[:counted]
+        warn_of_failures(f"{episode.name}: {episode.stop_reason}" for episode in episodes if episode.failed)
         metrics = {"environment/turns": [float(episode.turns) for episode in episodes]}
         totals = {"environment/failures": float(sum(episode.failed for episode in episodes))}
         if self.environments.routed:
@@ -220,3 +223,13 @@ class EpisodeBatch:
             ) from result.error
         episode.fail("timeout" if result.error is None else error_text(result.error))
         return True
+
+
+def warn_of_failures(reasons: Iterable[str]) -> None:
+    """Warn that episodes failed, for the most frequent of these reasons; once for each, as Python's warnings are."""
+    for reason, _ in Counter(reasons).most_common(1):
+        warnings.warn(
+            f"an episode failed, and has no reward ({reason}); environment/failures counts such episodes, and "
+            "environment.on_error=stop ends the run",
+            stacklevel=2,
+        )

@@ -98,7 +98,10 @@ class Episode:
             return opening
         if is_messages(opening):
             return with_parts(opening)
-        raise EpisodeError(f"{self.name}.reset returned {opening!r}; return a prompt (text or messages) or None")
+        raise EpisodeError(
+            f"{self.name}.reset returned {opening!r:.200}; return a prompt (text or messages) or None"
+            + (", of Gymnasium's observation and info the observation alone" if isinstance(opening, tuple) else "")
+        )
 
     def respond(self, text: str, raw: str) -> TurnResult | Awaitable[TurnResult]:
         """Answer a turn from tools or environment; `raw` is its text with special tokens.

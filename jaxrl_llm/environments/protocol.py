@@ -54,7 +54,11 @@ def checked_step(returned: Any, name: str) -> Step:
     text nor messages.
     """
     if not isinstance(returned, tuple) or not 1 <= len(returned) <= 4:
-        raise EpisodeError(f"{name}.step returned {returned!r}; return Step(observation, reward, done)")
+        gymnasium = isinstance(returned, tuple) and len(returned) == 5
+        raise EpisodeError(
+            f"{name}.step returned {returned!r:.200}; return Step(observation, reward, done)"
+            + (", of Gymnasium's five values Step(observation, reward, terminated or truncated)" if gymnasium else "")
+        )
     step = Step(*returned)
     if (reward := finite(step.reward)) is None:
         raise EpisodeError(f"{name}.step returned the reward {step.reward!r:.200}; give a finite number")

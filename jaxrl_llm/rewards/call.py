@@ -1,6 +1,7 @@
 """One call of a reward with a batch: its arguments, what it logs, and its results as one number for each completion."""
 
 import copy
+import inspect
 import math
 import numbers
 import warnings
@@ -220,6 +221,8 @@ def read_results(name: str, results: Any, rows: int) -> Scores:
     """
     if not _is_list(results):
         said = f"reward {name!r} returned {shorten(results)}; it returns a list of {rows} numbers"
+        if inspect.isawaitable(results):
+            said += ": define it, and what wraps it, by async def"
         raise RewardError(f"{said}: a set has no order" if isinstance(results, Set) else said)
     try:
         with contained():

@@ -21,6 +21,7 @@ SYNONYMS = {
     r"\\\$": "", "~": " ", r"\\lbrace": r"\\{", r"\\rbrace": r"\\}", r"\\varnothing": r"\\emptyset",
     r"(?<![.,;\s])\s*[.,;]\s*$": "",
 }  # fmt: skip
+ROOT = re.compile(r"√\s?(?:[({]([^(){}]*)[)}]|(\d+(?:\.\d+)?|[A-Za-z]))")
 # Arguments of commands without braces, one letter or digit each: `\frac\pi2`, `\frac{1}x`, `\sqrt[3]2`.
 _BRACED = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 _LETTERS = "alpha|beta|gamma|delta|theta|lambda|mu|phi|pi|rho|sigma|tau|omega|ell|infty"
@@ -133,13 +134,14 @@ def readable(expression: str) -> str:
     if (
         number is not None
         and not number.percent
-        and not re.fullmatch(r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)", expression)
+        and not re.fullmatch(r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)", expression, re.ASCII)
         and (not number.unit or SURE_UNIT.match(number.unit))
     ):
         above, below = number.value.as_integer_ratio()
         return str(above) if below == 1 else rf"\frac{{{above}}}{{{below}}}"
     if "=" in expression:
         return "=".join(map(readable, expression.split("=")))
+    expression = ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", expression.replace("∞", r"\infty "))
     while len(expression) <= LONGEST and (bare := UNBRACED.search(expression)):
         before, argument = bare["command"] or bare["above"], bare["first"] or bare["second"]
         expression = f"{expression[: bare.start()]}{before}{{{argument}}}{expression[bare.end() :]}"

@@ -7,6 +7,7 @@
 | verl, a whole batch | `f(data_sources, solution_strs, ground_truths, extra_infos) -> list` | a batch function |
 | Harmony | an object with `grade(sample)`, `setup()` | a RowGrader |
 | OpenAI, a Python grader | `grade(sample, item) -> float` | a RowGrader |
+| verifiers, a function of a Rubric | `f(prompt, completion, **columns) -> float` | a RowGrader |
 """
 
 import functools
@@ -66,11 +67,13 @@ class Sample:
 class RowGrader:
     """A grader of one completion at a time: `grade(sample) -> number | None | mapping | awaitable` of one.
 
-    Its rows are independent: one that fails or is late leaves the others their rewards.
+    Its rows are independent: one that fails or is late leaves the others their rewards. needs: columns that it cannot
+    be called without.
     """
 
     grade: Callable[[Sample], Any]
     name: str
+    needs: tuple[str, ...] = ()
 
 
 def as_grader(reward: Any) -> Any:
@@ -95,6 +98,8 @@ def as_grader(reward: Any) -> Any:
         return _verl_grader(reward, "solution_strs" in names)
     if names == ("sample", "item"):
         return _openai_grader(reward)
+    if "completion" in names and not {"prompts", "completions", "completion_ids"} & set(names):
+        return _rubric_grader(reward)
     return reward
 
 
@@ -138,6 +143,27 @@ def _openai_grader(function: Callable[..., Any]) -> RowGrader:
         return await grade(sample)
 
     return RowGrader(grade_async if is_async(function) else grade, reward_name(function))
+
+
+def _rubric_grader(function: Callable[..., Any]) -> RowGrader:
+    """The grader that calls a function of one `completion`, as those of a Rubric are, with what it names of the row."""
+    options = function.keywords if isinstance(function, functools.partial) else {}
+
+    def grade(sample: Sample) -> Any:
+        values = {**sample.columns, "prompt": sample.prompt, "completion": sample.completion}
+        return function(**{key: x for key, x in values.items() if key not in options and accepts(function, key)})
+
+    async def grade_async(sample: Sample) -> Any:
+        return await grade(sample)
+
+    needs = tuple(
+        each.name
+        for each in _parameters(function).values()
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        and each.default is each.empty
+        and each.name not in ("prompt", "completion")
+    )
+    return RowGrader(grade_async if is_async(function) else grade, reward_name(function), needs)
 
 
 def openai_sample(sample: Sample) -> dict[str, Any]:
@@ -207,6 +233,11 @@ def accepted(name: str, grader: Any, inputs: dict[str, list[Any]], services: Ite
     dictionary, to which no completion would be equal.
     """
     if isinstance(grader, RowGrader):
+        if missing := [column for column in grader.needs if column not in inputs]:
+            raise RewardError(
+                f"reward {name!r} needs {missing[0]!r}, which is no column; there are {', '.join(inputs)}; the closest "
+                f"is {closest(missing[0], inputs)}"
+            )
         return inputs
     # Options of our own functions are keyword-only, and set by name: a column that is called so is none of them.
     function = grader.func if isinstance(grader, functools.partial) else grader

@@ -65,7 +65,7 @@ SEVERAL = re.compile(r"[^\w(]*\d|\s?[*/^]|\s?(?:\\pi|π|\\sqrt|√)|(?>.*?\b(?:o
 SIGNS = str.maketrans({"−": "-", "﹣": "-", "－": "-", "＋": "+", "⁄": "/", "％": "%", "\u00a0": " "})
 RAISED = re.compile(r"(?<=\d)[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")  # a power in typeset digits
 # Names of one thing in answers that are compared as texts. The second backslash of \\, which ends a row, is no space.
-NAMES = str.maketrans({"π": r"\pi", "∞": r"\infty", "≤": r"\le", "≥": r"\ge", "≠": r"\ne"})
+NAMES = str.maketrans({"π": r"\pi", "√": r"\sqrt", "∞": r"\infty", "≤": r"\le", "≥": r"\ge", "≠": r"\ne"})
 EQUATION = re.compile(r"^\$?\s?[A-Za-z]\s?=([^=]*)$")
 _THIN = r"(?:(?<!\\)\\[,;:!\ ]|\\(?:quad|qquad|thinspace)(?![A-Za-z])|[~\u2000-\u200a\u202f\u205f])"
 

@@ -239,6 +239,26 @@ def test_episodes_without_room_end(tokenizer):
     assert batch.turn_records([2])[0] == [[Turn(2, 0.1)]]
 
 
+def test_the_most_frequent_failure_of_a_batch_is_warned_of(tokenizer):
+    rows = [{"prompt": "Guess!", "number": 5}] * 4
+    batch, *_ = play(tokenizer, environments_of(Guess), rows, [["nonsense"], ["boom"], ["boom"], ["5"]])
+    with pytest.warns(UserWarning, match=r"an episode failed, and has no reward \(Guess: KeyError: 'boom'") as warned:
+        batch.release(len(rows))
+    assert len(warned) == 1
+
+
+def test_values_of_gymnasium_are_told_what_they_are_here(tokenizer):
+    class Gym(Guess):
+        def step(self, text):
+            return "more", 1.0, False, False, {}
+
+    batch, *_ = play(tokenizer, environments_of(Gym), [{"prompt": "Guess!", "number": 5}], [["5"]])
+    assert "Step(observation, reward, terminated or truncated)" in batch.episodes[0].stop_reason
+    row = {"prompt": "Guess!", "number": 5, "opening": ("Guess!", {})}
+    with pytest.raises(EpisodeError, match=r"Guess.reset returned \('Guess!', {}\).* the observation alone"):
+        play(tokenizer, environments_of(Guess), [row], [["5"]])
+
+
 def test_an_environment_names_its_state(tokenizer):
     turns = [["100", "5"], ["101", "5"], ["6", "5"]]
     batch, ids, *_ = play(tokenizer, environments_of(Guess), [{"prompt": "Guess!", "number": 5}] * 3, turns)

@@ -197,6 +197,7 @@ def test_math_accuracy_reads_numbers_as_boxes_do():
         "5 dollars": "5", "42 km/h": "42", "5 m/s": "5", "12 000 000": "12000000", "7.": "7",
     }  # fmt: skip
     texts = {r"\lbrace 1, 2\rbrace": r"\{1,2\}", r"\varnothing": r"\emptyset", "A.": r"\text{A}", r"x = \$5": "5"}
+    texts |= {"√2/2": r"\frac{\sqrt{2}}{2}", "3√(x+1)": r"3\sqrt{x+1}", "(0, ∞)": r"(0,\infty)", "５": "5"}
     bare = {
         r"-\frac\pi4": r"-\frac{\pi}{4}",
         r"\dfrac{\sqrt{3}}x": r"\frac{\sqrt3}{x}",

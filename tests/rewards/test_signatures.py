@@ -1,6 +1,7 @@
-"""Rewards written for verl and Harmony, and graders made of graders."""
+"""Rewards written for verl, verifiers and Harmony, and graders made of graders."""
 
 import asyncio
+import functools
 import re
 from dataclasses import dataclass
 
@@ -87,6 +88,38 @@ def test_verl_forms_that_read_no_ground_truth():
 
     assert score(short, ["a", "bc"], {"answer": ["4", "5"]}).rewards.tolist() == [[-1], [-2]]
     assert score(long, ["a", "bc"], VERL).rewards.tolist() == [[1], [2]]
+
+
+# --- verifiers --------------------------------------------------------------------------------------------------------
+
+
+def test_functions_of_a_rubric_get_one_completion_and_what_they_name():
+    def right(completion, answer, info=None, **kwargs):
+        assert info is None and kwargs == {"prompt": kwargs["prompt"], "level": 2}
+        return float(completion[-1]["content"] == answer)
+
+    async def brief(prompt, completion, *, most=1):
+        return float(len(completion[-1]["content"]) <= most and prompt in ("p0", "p1"))
+
+    said = [[{"role": "assistant", "content": text}] for text in ("4", "44")]
+    columns = {"answer": ["4", "5"], "level": [2, 2]}
+    assert score([right, brief], said, columns).rewards.tolist() == [[1, 1], [0, 0]]
+    assert score(functools.partial(brief, most=2), said, {"most": [0, 0]}).rewards.tolist() == [[1], [1]]
+
+
+def test_a_column_that_a_function_of_a_rubric_lacks_is_named():
+    def right(completion, answer, state):
+        return 1.0
+
+    with pytest.raises(RewardError, match=r"reward 'right' needs 'state', which is no column; there are .*answer"):
+        load_rewards(right).check_columns(["answer"])
+
+
+def test_a_function_of_completions_may_take_a_column_completion():
+    def same(completions, completion):
+        return [float(x == y) for x, y in zip(completions, completion, strict=True)]
+
+    assert score(same, ["a", "b"], {"completion": ["a", "a"]}).rewards.tolist() == [[1], [0]]
 
 
 # --- Harmony ----------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from jaxrl_llm.data.tokenize import PIXELS
 from jaxrl_llm.distributed.own_part import OwnPart
 from jaxrl_llm.distributed.processes import all_or_none, gather
 from jaxrl_llm.environments.agents import Agents, Connection, Outcome, Reward
+from jaxrl_llm.environments.batch import warn_of_failures
 from jaxrl_llm.environments.protocol import EpisodeError
 from jaxrl_llm.models.net import Params
 from jaxrl_llm.rollout.engine import Engine
@@ -190,7 +191,8 @@ class AgentEpisodes:
 
     def release(self, counted: int) -> tuple[dict[str, list[float]], dict[str, float], dict[str, list[Any]]]:
         """Metrics (numbers to average) and totals (to add up) of the first `counted` rows, behind which others fill up
-        the batch, and columns of the table of all."""
+        the batch, and columns of the table of all. Warns of the most frequent failure."""
+        warn_of_failures(f"agent: {reason}" for reason in self.reasons[:counted] if reason is not None)
         turns = [0 if row is None else len(row.turns) for row in self.rows]
         rows, rewards = self.rows[:counted], self.rewards[:counted]
         families = [session.family() for session in self.sessions[:counted]]
