@@ -198,12 +198,16 @@ class Session:
                                   "by their names, without turn", param="reward")  # fmt: skip
         if turn is None:
             self.reward = float(values[0]) if named is None else named
-        elif isinstance(turn, int) and not isinstance(turn, bool) and turn >= 0:
+        elif isinstance(turn, int) and not isinstance(turn, bool) and 0 <= turn < self.calls:
             self.turn_rewards[turn] = float(values[0])
             if body.get("state") is not None:
                 self.turn_states[turn] = body["state"]
         else:
-            raise BadRequestError(f"turn is {turn!r:.100}; it takes a number of a call, from 0", param="turn")
+            raise BadRequestError(
+                f"turn is {turn!r:.100}; it takes the number of a call, from 0, and there "
+                f"{'was' if self.calls == 1 else 'were'} {amount(self.calls, 'call')}",
+                param="turn",
+            )
 
 
 def is_finite(value: Any) -> bool:

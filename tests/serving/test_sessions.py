@@ -451,6 +451,7 @@ def test_sub_agents_that_cannot_be_opened(turns, body, message):
 
 def test_rewards_that_are_posted(turns):
     session = session_of(turns)
+    session.calls = 2
     for body in ({"reward": 1}, {"reward": {"right": 1.0, "short": 0.5}}, {"reward": 0.25, "turn": 0}):
         session.set_reward(body)
     assert session.reward == {"right": 1.0, "short": 0.5} and session.turn_rewards == {0: 0.25}
@@ -459,7 +460,7 @@ def test_rewards_that_are_posted(turns):
     assert session.turn_rewards == {0: 0.5, 1: 0.5} and session.turn_states == {0: {"square": "e4"}}
     wrong = ["1", float("nan"), 10**400, True, {}, {"a": "b"}, None]
     further = [{"reward": 1, "turn": -1}, {"reward": {"a": 1}, "turn": 1}, {"reward": 1, "why": 1}, {}]
-    further.append({"reward": 1, "state": "e4"})
+    further += [{"reward": 1, "state": "e4"}, {"reward": 1, "turn": 2}]
     for body in [*({"reward": value} for value in wrong), *further]:
         with pytest.raises(BadRequestError):
             session.set_reward(body)
