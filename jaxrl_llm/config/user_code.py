@@ -24,6 +24,7 @@ PACKAGE = Path(__file__).parents[1]
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 _process = contextvars.ContextVar[int | None]("process", default=None)  # in which a user's function is running
 _exit = os._exit
+LONGEST = 4000  # characters of an error's text that are shown, its beginning and its end
 ENDS = ("_exit", "execv", "execve")  # of os: they end the process, and all others of os that do call these
 is_worker = False  # True: this process works for a run, which sees its end
 P = ParamSpec("P")
@@ -132,6 +133,8 @@ def is_own_exit(error: SystemExit) -> bool:
 def error_text(error: BaseException) -> str:
     """The type and message of an error, and the line of the user's code that it comes from, where it is known."""
     message = f"{type(error).__name__}: {error}"
+    if len(message) > LONGEST:
+        message = f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"
     line = None if isinstance(error, LeftError) else user_line(error)  # a LeftError says its place itself
     return f"{message} ({line})" if line else message
 

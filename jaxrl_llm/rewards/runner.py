@@ -32,9 +32,9 @@ from jaxrl_llm.config.wording import amount
 from jaxrl_llm.rewards.built_in import BUILT_IN
 from jaxrl_llm.rewards.call import SERVICES, Call, Outcome, Scores, mean_extras, read_results
 from jaxrl_llm.rewards.combined import CombinedGrader, call_if_present
-from jaxrl_llm.rewards.concurrency import AsyncCall, run_here, within
+from jaxrl_llm.rewards.concurrency import AsyncCall, run_here
 from jaxrl_llm.rewards.signatures import RewardError, accepted, as_grader, is_async, is_rowwise, reward_names, shorten
-from jaxrl_llm.rewards.workers.pool import WorkerDiedError, Workers, travels
+from jaxrl_llm.rewards.workers.pool import Workers, travels
 
 SETUP_SECONDS = 600.0
 SEARCH_SECONDS = 10.0  # to find the rows on which a batch function fails
@@ -360,21 +360,22 @@ class Pending:
         rewards = np.empty((len(self.inputs["prompts"]), len(self.rewards.names)), np.float32)
         logged = Logged({}, {}, {})
         for index, call in enumerate(self.calls):
-            scores = self._scores(call, outcomes[index])
+            scores = self._scores(index, outcomes[index])
             rewards[:, index] = scores.numbers
             _collect(logged, call, scores, (*TABLE, *self.rewards.names))
         return Graded(rewards, logged)
 
-    def _scores(self, call: Call, outcome: Outcome) -> Scores:
+    def _scores(self, index: int, outcome: Outcome) -> Scores:
         """The scores of a call, with what the settings say for rows that failed or are late."""
-        settings, every_row = self.rewards, range(call.rows)
+        settings, call = self.rewards, self.calls[index]
+        every_row = range(call.rows)
         if call.rowwise:
             for row, error in sorted(outcome.errors.items()):
                 self._fail(call, error, row)
             results = [outcome.results.get(row) for row in every_row]
             late = outcome.missing(every_row)
         elif outcome.errors:
-            return self._scores_without_failing(call, outcome.errors[0])
+            return self._scores_without_failing(index, outcome.errors[0])
         else:
             results = outcome.results.get(0, [None] * call.rows)
             late = [] if outcome.results else list(every_row)
@@ -394,31 +395,23 @@ class Pending:
                 results[row] = settings.on_timeout
         return read_results(call.name, results, call.rows)
 
-    def _scores_without_failing(self, call: Call, error: Exception) -> Scores:
+    def _scores_without_failing(self, index: int, error: Exception) -> Scores:
         """The scores of the rows on which a batch function does not raise, NaN for the others.
 
         The rows on which it fails are those on which it raises the same kind of error when it is called with each
         alone; the search ends at a row that takes too long.
         """
-        timeout, loop = self.rewards.timeout, self.rewards.loop
-        seconds = min(timeout or SEARCH_SECONDS, SEARCH_SECONDS)
+        settings, call = self.rewards, self.calls[index]
+        seconds = min(settings.timeout or SEARCH_SECONDS, SEARCH_SECONDS)
         failing: set[int] = set()
-
-        def run_alone(row: int) -> Any:
-            result = call.subset([row])()
-            return loop.run(result, seconds) if call.is_async else result
-
-        # A function that ended its worker would end this process too, and a RewardError already names its row.
-        if not isinstance(error, (WorkerDiedError, ConfigError)):
+        if not isinstance(error, ConfigError):  # which names its row already
             deadline = time.monotonic() + seconds
             for row in range(call.rows):
-                try:
-                    within(max(deadline - time.monotonic(), 0.0), functools.partial(run_alone, row))
-                except TimeUpError:
+                alone = self._again(index, call.subset([row]), max(deadline - time.monotonic(), 0.0))
+                if alone.missing([0]):
                     break
-                except Exception as repeated:
-                    if type(repeated) is type(error):
-                        failing.add(row)
+                if type(alone.errors.get(0)) is type(error):
+                    failing.add(row)
         self._fail(call, error, min(failing, default=None), len(failing) or call.rows)
         kept = [row for row in range(call.rows) if row not in failing]
 
@@ -428,12 +421,7 @@ class Pending:
 
         if failing and kept:
             rest = call.subset(kept)
-            if call.is_async:
-                running = AsyncCall(loop, rest, timeout)
-                running.start()
-                outcome = running.outcome()
-            else:
-                outcome = run_here(rest, timeout)
+            outcome = self._again(index, rest, settings.timeout)
             if outcome.results:
                 scores = read_results(call.name, outcome.results[0], rest.rows)
                 numbers = np.full(call.rows, np.nan, np.float32)
@@ -447,6 +435,16 @@ class Pending:
             call.log.log_total(f"rewards/{call.name}/errors", rest.rows)
         call.log = call.log.without_columns()  # it broke off: they lack rows
         return read_results(call.name, [None] * call.rows, call.rows)
+
+    def _again(self, index: int, part: Call, seconds: float | None) -> Outcome:
+        """The outcome of some rows of a call, where the call ran: a function in a worker may end its process."""
+        if part.is_async:
+            running = AsyncCall(self.rewards.loop, part, seconds)
+            running.start()
+            return running.outcome()
+        if self.rewards.workers is None or index not in self.sent:
+            return run_here(part, seconds)
+        return self.rewards.workers.start([(part, self.rewards.specs[index])], seconds).result()[0]
 
     def _fail(self, call: Call, error: Exception, row: int | None, count: int = 1) -> None:
         """Raise the error of a failed row (None: of the batch), or warn of it and count `count` rows."""

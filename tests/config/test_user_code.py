@@ -229,6 +229,8 @@ def test_errors_name_the_line_of_the_user(tmp_path):
     with contained():
         assert ends.forks() == 7
     assert error_text(ValueError("never raised")) == "ValueError: never raised"
+    long = error_text(ValueError("a" + 10**7 * "b" + "c"))
+    assert len(long) < 5000 and long.startswith("ValueError: ab") and long.endswith("bc")
     with pytest.raises(ConfigError) as caught:
         import_file(tmp_path / "none.py")
     inside = caught.value.with_traceback(caught.tb.tb_next)  # without the frame of this file

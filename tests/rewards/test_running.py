@@ -272,6 +272,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         os.system("sleep 60")
     return {"score": float(solution_str == ground_truth), "process": os.getpid()}
 
+def partly(completions, row_numbers):
+    if "crash" in completions:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if "raise" in completions:
+        raise ValueError(f"bad row in {os.getpid()}")
+    return [{"score": row, "process": os.getpid()} for row in row_numbers]
+
 def hang(completions, **kwargs):
     time.sleep(60)
 
@@ -354,6 +361,18 @@ def test_rows_are_shared_and_survive_each_other(worker_file):
         "ended with exit code 3, on row",
     ):
         assert part in messages
+
+
+@pytest.mark.parametrize("text", ["raise", "crash"])
+def test_rows_on_which_a_batch_function_fails_are_found_in_workers(worker_file, text):
+    """Never in this process, which such a function may end."""
+    with pytest.warns(UserWarning, match=r"reward 'partly' raised .*, on row 1 \(") as warned:
+        graded = submit(f"{worker_file}:partly", ["a", text, "b"], workers=1, on_error="none")
+    np.testing.assert_array_equal(graded.rewards[:, 0], np.float32([0, NAN, 2]))
+    processes = graded.logged.columns["partly/process"]
+    assert processes[1] is None and os.getpid() not in processes
+    assert not any(f"bad row in {os.getpid()}" in str(warning.message) for warning in warned)
+    assert graded.logged.totals == {"rewards/partly/errors": 1}
 
 
 def test_a_worker_that_hangs_is_killed(worker_file):

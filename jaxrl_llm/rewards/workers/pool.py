@@ -123,7 +123,7 @@ class Job:
             # It would be pickled by name, which a worker would look up in another main module.
             if function is not None and b"__main__" in function:
                 raise pickle.PicklingError("it is defined in the main script")
-            of_call = call.name, call.arguments, call.services, call.prompt_numbers
+            of_call = call.name, call.arguments, call.services, call.row_numbers, call.prompt_numbers
             return pickle.dumps((self.spec, function, *of_call, keys))
         except Exception as error:
             raise RewardError(

@@ -32,14 +32,14 @@ def serve(frames: Frames, walled: bool = False) -> None:
     frames.send(b"ready")
     with contextlib.suppress(EOFError, KeyboardInterrupt, OSError):
         while True:
-            spec, pickled, name, arguments, services, prompts, keys = pickle.loads(frames.receive())
+            spec, pickled, name, arguments, services, rows, prompts, keys = pickle.loads(frames.receive())
             identity, call = spec or pickled, None
             for key in keys:
                 try:
                     if call is None:
                         if identity not in functions:
                             functions[identity] = load_grader(spec) if spec is not None else pickle.loads(pickled)
-                        call = Call(name, functions[identity], arguments, services, prompt_numbers=prompts)
+                        call = Call(name, functions[identity], arguments, services, rows, prompt_numbers=prompts)
                     _send(frames, "result", key, call.run(key))
                 except Exception as raised:
                     foreign = walled and not is_ours(type(raised).__module__)
