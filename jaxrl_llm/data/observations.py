@@ -54,16 +54,16 @@ class TurnTokenizer:
         options |= {} if images is None else {"expand": images.expand}
         if tools and not is_conversational(prompt):
             raise ConfigError(
-                f"tools are shown and answered by the chat template, but the prompt {prompt!r} is plain text: give "
-                "prompts that are lists of messages"
+                f"tools are shown and answered by the chat template, but the prompt {prompt!r:.200} is plain text: "
+                "give prompts that are lists of messages"
             )
         ids = render_prompt(self.tokenizer, prompt, **options)
         if images is not None:
             images.check(ids)
         if not 0 < len(ids) <= self.max_prompt_length:
             raise ConfigError(
-                f"the prompt {prompt!r} has {len(ids)} tokens (with the text of environments and tools), but it must "
-                f"have 1 to rollout.max_prompt_length = {self.max_prompt_length}"
+                f"the prompt {prompt!r:.200} has {len(ids)} tokens (with the text of environments and tools), but it "
+                f"must have 1 to rollout.max_prompt_length = {self.max_prompt_length}"
             )
         return ids
 
@@ -88,13 +88,15 @@ class TurnTokenizer:
         """
         if not is_conversational(row["prompt"]):
             if not isinstance(observation, str):
-                raise ConfigError(f"the prompt is plain text, but the observation is {observation!r}; answer with text")
+                raise ConfigError(
+                    f"the prompt is plain text, but the observation is {observation!r:.200}; answer with text"
+                )
             # Where there are stop strings, a turn ends with one of them, which is ordinary text.
             before = self.eos[:1] if ended and not self.stops else ()
             return continued_ids(self.tokenizer, before or None, observation)
         messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         if not is_conversational(messages):
-            raise ConfigError(f"the observation is {observation!r}; give text, or messages with role and content")
+            raise ConfigError(f"the observation is {observation!r:.200}; give text, or messages with role and content")
         if images is None:
             _refuse_images("the observation", messages)
         options = self._options(row, tools) | ({} if images is None else {"expand": images.expand})

@@ -86,8 +86,8 @@ class EpisodeBatch:
             opening, episode = openings[0], episodes[first]
             if any(other != opening for other in openings):
                 raise EpisodeError(
-                    f"{episode.name}.reset opens rows of the same prompt differently ({opening!r} and others): draw "
-                    "what it needs from the row, such as a column seed, so that a group answers one question"
+                    f"{episode.name}.reset opens rows of the same prompt differently ({opening!r:.200} and others): "
+                    "draw what it needs from the row, such as a column seed, so that a group answers one question"
                 )
             if opening is not None or episode.tools:
                 prompt = episode.opening_prompt(example["prompt"], opening)
@@ -162,7 +162,8 @@ class EpisodeBatch:
         """
         self.environments.release(self.rows, self.episodes)
         episodes = self.episodes[:counted]
-        warn_of_failures(f"{episode.name}: {episode.stop_reason}" for episode in episodes if episode.failed)
+        late = {"timeout": "it took more than environment.timeout"}
+        warn_of_failures(f"{x.name}: {late.get(x.stop_reason or '', x.stop_reason)}" for x in episodes if x.failed)
         metrics = {"environment/turns": [float(episode.turns) for episode in episodes]}
         totals = {"environment/failures": float(sum(episode.failed for episode in episodes))}
         if self.environments.routed:

@@ -67,6 +67,8 @@ class Environments:
         self.factories: dict[str | None, Factory | None] = {None: environment}
         if isinstance(environment, Mapping):
             self.factories = {str(key): _resolve("name", factory, BUILT_IN) for key, factory in environment.items()}
+            if not environment:
+                raise EpisodeError("the environments are an empty dictionary: name at least one")
         elif environment is not None and not callable(environment):
             shown = f"is {spec.environment!r}, which is" if isinstance(spec.environment, str) else "is"
             raise EpisodeError(

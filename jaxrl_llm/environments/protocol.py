@@ -64,8 +64,8 @@ def checked_step(returned: Any, name: str) -> Step:
         raise EpisodeError(f"{name}.step returned the reward {step.reward!r:.200}; give a finite number")
     if not (step.observation is None or isinstance(step.observation, str) or is_messages(step.observation)):
         raise EpisodeError(
-            f"{name}.step returned the observation {step.observation!r}; give text, messages with role and content, or "
-            "None"
+            f"{name}.step returned the observation {step.observation!r:.200}; give text, messages with role and "
+            "content, or None"
         )
     observation = with_parts(step.observation) if is_messages(step.observation) else step.observation
     return Step(observation, reward, bool(step.done), step.state)

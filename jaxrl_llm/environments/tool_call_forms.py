@@ -294,6 +294,9 @@ def as_call(value: Any) -> ToolCall:
         value = value["function"]
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return ToolCall("", {}, f"the call {shorten(value)} is not an object with name and arguments")
+    others = () if value.keys() & {"arguments", "parameters"} else value.items()
+    for other in (name for name, held in others if isinstance(held, Mapping)):
+        return ToolCall(value["name"], {}, f"the call has {shorten(other)} in the place of arguments")
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:

@@ -32,6 +32,7 @@ from jaxrl_llm.serving.thoughts import template_of
 from jaxrl_llm.serving.weights import Adapter
 
 AT_ONCE = 2**16  # bytes of a body that is read as JSON without a thread
+SPILLED = 2**26  # bytes of a body that is too large which are read and dropped
 LEFT = 499  # the status that is counted for a client which left
 
 
@@ -162,22 +163,32 @@ class Server:
         return await asyncio.to_thread(parse_json, data) if len(data) > AT_ONCE else parse_json(data)
 
     async def read(self, request: Request, most: int) -> bytes:
-        """The bytes that a request brings, up to `most`; raises BadRequestError where they are more, or too slow."""
-        data = bytearray()
+        """The bytes that a request brings, up to `most`; raises BadRequestError where they are more, or too slow.
+
+        What is not much too large is read to its end: clients that still send see a lost connection, not the answer.
+        """
+        data, size = bytearray(), 0
         self.active -= 1  # who sends slowly takes no other's place
         try:
             length = request.headers.get("content-length", "")
-            if length.isdecimal() and int(length[:20]) > most:
+            if length.isdecimal() and int(length[:20]) > most + SPILLED:
                 raise _too_large(most)
             async with asyncio.timeout(self.limits.body_seconds):
                 async for chunk in request.stream():
-                    data += chunk
-                    if len(data) > most:
-                        raise _too_large(most)
+                    size += len(chunk)
+                    if size <= most:
+                        data += chunk
+                    elif size > most + SPILLED:
+                        break
         except TimeoutError:
-            raise BadRequestError(f"the body did not come within {self.limits.body_seconds:g} seconds", 408) from None
+            if size <= most:
+                raise BadRequestError(
+                    f"the body did not come within {self.limits.body_seconds:g} seconds", 408
+                ) from None
         finally:
             self.active += 1
+        if size > most:
+            raise _too_large(most)
         self._check_room()
         return bytes(data)
 

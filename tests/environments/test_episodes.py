@@ -711,6 +711,7 @@ class OnlyReset:
         (None, (described,), "the tool 'described' cannot be described"),
         (None, (add, add), "two tools named 'add'"),
         (None, ("no_such_module:add",), "no module 'no_such_module'"),
+        ({}, (), "an empty dictionary: name at least one"),
         (3, (), "the environment is a int, but each episode has one of its own: give the class, or a function"),
     ],
 )

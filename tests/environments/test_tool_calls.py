@@ -131,6 +131,7 @@ def test_calls(text, calls):
         ("<tool_call>[1]</tool_call>", "is not an object with name and arguments"),
         ('<tool_call>{"arguments": {}}</tool_call>', "is not an object with name and arguments"),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "the arguments [1] are not an object"),
+        ('<tool_call>{"name": "add", "args": {"a": 1}}</tool_call>', "the call has args in the place of arguments"),
         ('<tool_call>{"name": "add", "arguments": "{1"}</tool_call>', "the arguments {1 are not JSON"),
         ("<|python_tag|>{add(1)}", "is not JSON with name and parameters"),
         ("<|python_tag|>" + "[" * 20_000, "is not JSON with name and parameters"),

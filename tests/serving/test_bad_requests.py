@@ -465,6 +465,11 @@ def test_slow_bodies_take_no_place(listening):
         connection.close()
 
 
+def test_who_sends_a_body_that_is_too_large_sees_why(running):
+    for body in (b"x" * (8 * 2**20), (b"x" * 2**20 for _ in range(8))):  # with its length, and without
+        refused(httpx.post(f"{running.url}{TEXT}", content=body, headers=JSON, timeout=60), 413)
+
+
 def test_a_length_that_is_too_large_is_refused_before_the_body(running):
     host, port = running.address.split(":")
     with socket.create_connection((host, int(port))) as connection:
