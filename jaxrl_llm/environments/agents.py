@@ -28,6 +28,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.config.copying import copied
 from jaxrl_llm.config.resolve import ConfigError, naming, resolve_with_options
 from jaxrl_llm.config.user_code import error_text
 from jaxrl_llm.environments.call_pool import CallPool
@@ -242,7 +243,7 @@ def _function(setting: str, function: Callable[..., Any], options: Mapping[str, 
     wanted = given if takes_all else given & named
 
     def start(connection: Connection, task: Mapping[str, Any]) -> Any:
-        everything = dataclasses.asdict(connection) | {"task": dict(task)}
+        everything = dataclasses.asdict(connection) | {"task": copied(dict(task))}  # rows of a prompt share one
         return function(**{name: everything[name] for name in wanted - options.keys()}, **options)
 
     return start

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm.algorithms.turn_advantages import Turn
 from jaxrl_llm.config.background import in_thread
+from jaxrl_llm.config.copying import copied
 from jaxrl_llm.environments.protocol import (
     EpisodeError,
     Step,
@@ -70,10 +71,13 @@ class Episode:
         return hasattr(self.environment, "step")
 
     def reset(self, row: Row) -> Any:
-        """Start the environment; returns its opening, or an awaitable of it: see `opening_prompt`."""
+        """Start the environment; returns its opening, or an awaitable of it: see `opening_prompt`.
+
+        It gets copies: the rows of a prompt, and the prompt's later turns in an epoch, share theirs.
+        """
         if self.environment is None:
             return None
-        columns = {key: value for key, value in row.items() if key != "prompt_ids"}
+        columns = {key: copied(value) for key, value in row.items() if key != "prompt_ids"}
         return self.environment.reset(columns) if self.has_step else self.environment.reset(**columns)
 
     def opening_prompt(self, prompt: Any, opening: Any) -> Any:

@@ -1,6 +1,5 @@
 """One call of a reward with a batch: its arguments, what it logs, and its results as one number for each completion."""
 
-import copy
 import inspect
 import math
 import numbers
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxrl_llm.config.copying import copied
 from jaxrl_llm.config.user_code import contained, contained_await, error_text
 from jaxrl_llm.config.wording import amount
 from jaxrl_llm.rewards.signatures import (
@@ -172,22 +172,6 @@ def _named(service: str, name: str) -> str:
     if not isinstance(name, str):
         raise TypeError(f"{service} takes a name that is a text, not {shorten(name, 60)}")
     return name
-
-
-PLAIN = frozenset((str, int, float, bool, type(None), bytes))
-
-
-def copied(value: Any) -> Any:
-    """A copy of lists, dictionaries, tuples, sets and arrays at every depth; other objects (an environment) as is."""
-    if type(value) is list:  # token ids are long: lists of plain values alone are copied at once
-        return value.copy() if PLAIN.issuperset(map(type, value)) else [copied(each) for each in value]
-    if type(value) is dict:
-        return {key: copied(each) for key, each in value.items()}
-    if type(value) is tuple:
-        return tuple(copied(each) for each in value)
-    if isinstance(value, (list, dict, set, bytearray, np.ndarray)):
-        return copy.deepcopy(value)
-    return value
 
 
 @dataclass

@@ -69,6 +69,15 @@ def test_rows_name_their_agent():
     with pytest.raises(EpisodeError, match=r"the row's column agent is 'tow'; environment.agents has 'two', 'broken'"):
         run(lambda: 0, [{"agent": "tow"}], others=others)
     assert run(lambda task: len(task), [{"agent": "tow"}]) == [Outcome(1.0)]  # a column like any other
+
+
+def test_an_agent_may_change_its_task():
+    def agent(task):
+        task["seen"].append(1)
+        return len(task["seen"])
+
+    task = {"seen": []}
+    assert run(agent, [task] * 3) == [Outcome(1.0)] * 3 and task == {"seen": []}
     with pytest.raises(ConfigError, match=r"environment.agents = 'no-such-command' is no command"):
         run(lambda: 0, others={"x": "no-such-command"})
 

@@ -247,6 +247,20 @@ def test_the_most_frequent_failure_of_a_batch_is_warned_of(tokenizer):
     assert len(warned) == 1
 
 
+def test_an_environment_may_change_its_row(tokenizer):
+    class Adds(Guess):
+        def reset(self, row):
+            super().reset(row)
+            row["seen"]["by"].append(1)
+            row["prompt"].append({"role": "user", "content": str(len(row["seen"]["by"]))})
+            return row["prompt"]
+
+    row = {"prompt": user("Guess!"), "number": 5, "seen": {"by": []}}
+    batch, *_ = play(tokenizer, environments_of(Adds), [row] * 2, [["5"]] * 2)
+    assert [x["prompt"] for x in batch.rows] == [[*user("Guess!"), {"role": "user", "content": "1"}]] * 2
+    assert row == {"prompt": user("Guess!"), "number": 5, "seen": {"by": []}}
+
+
 def test_values_of_gymnasium_are_told_what_they_are_here(tokenizer):
     class Gym(Guess):
         def step(self, text):
