@@ -10,6 +10,7 @@ Rows of a prompt are adjacent, `group_size` for each prompt. axolotl's form gets
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -20,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms.batch import Inputs
+from jaxrl_llm.config.copying import copied
 from jaxrl_llm.config.resolve import ConfigError, naming, resolve, resolve_with_options
 from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.data.collate import pad_prompts
@@ -37,6 +39,7 @@ from jaxrl_llm.training.rollouts.rounds import Rounds, Sampled
 
 BUILT_IN = {"server": server}
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+ROUNDED = 1e-3  # what rounding may leave of a log-prob of 0
 WIDTH_MULTIPLE = 64  # of the prompts a function generates from: they grow with every turn, and each width is compiled
 
 
@@ -203,13 +206,13 @@ def call_rollout_function(
         with contained():
             if is_axolotl:
                 given = [
-                    {"messages" if is_conversational(prompt) else "prompt": prompt}
+                    {"messages" if is_conversational(prompt) else "prompt": copied(prompt)}
                     for prompt in prompts
                     for _ in range(count)
                 ]
                 returned = function(trainer, TokenizerWithoutTorch(trainer.processing_class), given, trainer.args)
             else:
-                returned = function(list(prompts), trainer)
+                returned = function(copied(list(prompts)), trainer)
     except ConfigError:
         raise
     except Exception as error:
@@ -276,6 +279,12 @@ def _checked_rows(returned: Any, rows: int) -> ExternalRows:
             raise ConfigError(
                 f"environment.rollout_func returned {min(other):g} in env_mask of row {row}; it takes 1 for tokens of "
                 "the policy and 0 for others"
+            )
+        own = [logp for logp, is_own in zip(logprobs[row], mask[row], strict=True) if is_own]
+        if ROUNDED < (highest := max(own, default=0.0)) < math.inf:
+            raise ConfigError(
+                f"environment.rollout_func returned {highest:g} in logprobs of row {row}; log-probs are at most 0, the "
+                "natural logarithm of a token's probability"
             )
     columns = {name: values for name, values in lists.items() if name not in (*REQUIRED, "env_mask")}
     return ExternalRows(prompt_ids, ids, [list(map(int, row)) for row in mask], logprobs, columns)

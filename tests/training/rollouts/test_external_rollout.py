@@ -192,6 +192,7 @@ GOOD = {"prompt_ids": [[1]] * 4, "completion_ids": [[2, 3]] * 4, "logprobs": [[-
             "of 17 to 17 tokens, but they have 1 to rollout.max_prompt_length = 16",
         ),
         ({**GOOD, "logprobs": [[-1.0, float("inf")]] * 4}, "logprobs that are not finite"),
+        ({**GOOD, "logprobs": [[0.9, 0.5]] * 4}, "returned 0.9 in logprobs of row 0; log-probs are at most 0"),
         (
             {**GOOD, "completion_ids": [[2, 3], [2, -1]] * 2},
             "returned token -1 in completion_ids of row 1, but the model's tokens are 0 to 319",
