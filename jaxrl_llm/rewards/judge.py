@@ -6,6 +6,7 @@ the run loads beside its own (training/local_judge.py).
 
 import functools
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
@@ -210,6 +211,12 @@ class Judge(JudgeSpec):
         super().__post_init__()
         if self.scale is not None and not (len(self.scale) == 2 and self.scale[0] < self.scale[1]):
             raise ConfigError(f"scale of the judge {self.name!r} is {self.scale!r}; it is (lowest, highest), or None")
+        try:
+            re.compile(self.pattern or "")
+        except re.error as error:
+            raise ConfigError(
+                f"pattern of the judge {self.name!r} is {self.pattern!r}, which is no regular expression: {error}"
+            ) from None
         if self.criteria and not sum(self.criteria.values()):
             raise ConfigError(
                 f"the weights in criteria of the judge {self.name!r}, {dict(self.criteria)}, have the sum 0, by which "

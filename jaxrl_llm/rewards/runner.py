@@ -147,6 +147,27 @@ def _resolve(spec: str | RewardFunction) -> RewardFunction:
     return made
 
 
+def _check_options(name: str, function: RewardFunction) -> None:
+    """Raise RewardError for what a built-in function refuses: it does so without any rows too, and now is early."""
+    plain = function.func if isinstance(function, functools.partial) else function
+    if not inspect.isfunction(plain) or plain not in BUILT_IN.values() or plain is BUILT_IN["environment"]:
+        return
+    parameters = inspect.signature(function).parameters
+    required = [each for each in parameters.values() if each.default is each.empty]
+    if any(each.kind is each.KEYWORD_ONLY for each in required):
+        return  # an option is missing, which is told with the columns
+    columns = [each.name for each in required if each.kind is each.POSITIONAL_OR_KEYWORD]
+    if "column" in parameters:  # an option that names one
+        columns.append(parameters["column"].default)
+    options = function.keywords if isinstance(function, functools.partial) else {}
+    try:
+        function(**{column: [] for column in columns if column not in options})
+    except RewardError:
+        raise
+    except Exception as error:
+        raise RewardError(f"the options of the reward {name!r}: {error_text(error)}") from error
+
+
 class Rewards:
     """`rewards(prompts, completions, completion_ids, columns)` -> float32 [N, F], NaN where a function said None.
 
@@ -192,6 +213,8 @@ class Rewards:
             raise RewardError(f"rewards.timeout is {timeout}; it is a number of seconds above 0, or none")
         if on_error not in ("stop", "none", None):
             raise RewardError(f"rewards.on_error is {on_error!r}; it is stop or none")
+        for name, function in zip(self.names, self.functions, strict=True):
+            _check_options(name, function)
         self.timeout, self.on_error = timeout, "stop" if on_error == "stop" else None
         self.on_timeout = None if on_timeout == "none" else on_timeout
         if self.on_timeout not in ("stop", None):

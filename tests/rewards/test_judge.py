@@ -553,6 +553,7 @@ def test_processes_share_the_cache(tmp_path):
         ({"template": "{{ prompt"}, "the judge's template, line 1"),
         ({"on_failure": "skip"}, "on_failure of the judge 'judge' is 'skip'; it is stop, none or a number"),
         ({"scale": (5, 5)}, "scale of the judge 'judge' is (5, 5)"),
+        ({"pattern": "(score"}, "pattern of the judge 'judge' is '(score', which is no regular expression"),
         ({"attempts": 0}, "the judge's attempts is 0; it is a whole number of at least 1"),
         ({"concurrency": 2.5}, "the judge's concurrency is 2.5; it is a whole number of at least 1"),
         ({"timeout": "60"}, "the judge's timeout is '60'; it is a number of at least 0.001"),

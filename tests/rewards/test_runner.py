@@ -486,6 +486,22 @@ def test_a_missing_column_is_named_with_the_closest():
             grade("exact_match", ["a"], columns)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("numeric_answer(tolerance=-1)", "numeric_answer: tolerance is -1"),
+        ("cosine_scaled(max_length='x')", "the options of the reward 'cosine_scaled': TypeError"),
+        ("regex_match(pattern='(')", r"regex_match: '\(' is no regular expression"),
+        ("soft_overlong(max_length=4, cache=10)", "cache is 10; it is from 0 to max_length"),
+        ("cosine_scaled(max_length=0)", "cosine_scaled: max_length is 0"),
+        ("code_tests(seconds=0)", "seconds"),
+    ],
+)
+def test_options_are_checked_before_there_are_rows(name, message):
+    with pytest.raises(RewardError, match=message):
+        load_rewards(name)
+
+
 def test_arguments_by_position_alone_are_refused():
     def positional(completions, /):
         return [1.0]
