@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms.sample_statistics import success_rates
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data.curriculum import Curriculum
 from jaxrl_llm.data.pipeline import Pipeline, Stream
 from jaxrl_llm.data.scored_prompts import ScoredPrompts
@@ -95,9 +96,12 @@ class Producer:
                     rollouts, flat = fill(rollouts, flat, fresh, fresh_flat, self.worker.mesh)
             missing = sum(group.gather(int(flat.sum())))
             if missing and not spec.replay_groups:
+                unknown = sum(group.gather(int(np.isnan(rollouts.rewards).all(1).sum())))
                 raise ConfigError(
                     f"algorithm.dynamic_sampling: after {spec.max_sampling_rounds} rounds of sampling, the completions "
-                    f"of {missing} prompts of {spec.prompts} still score alike. Raise algorithm.max_sampling_rounds, "
+                    f"of {missing} prompts of {spec.prompts} still score alike"
+                    + (f", and {amount(unknown, 'completion')} have no reward. " if unknown else ". ")
+                    + "Raise algorithm.max_sampling_rounds, "
                     "fill up from earlier steps with algorithm.replay_groups, set algorithm.dynamic_sampling to false, "
                     "or give prompts that are neither too easy nor too hard"
                 )

@@ -59,6 +59,10 @@ def alike(completions, **kwargs):
     return [0.25] * len(completions)
 
 
+def nothing(completions, **kwargs):
+    return [None] * len(completions)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("reward", "settings", "message"),
@@ -68,7 +72,9 @@ def alike(completions, **kwargs):
         (too_few, {}, r"reward 'too_few' returned 1 result for 16 completions"),
         (infinite, {}, r"reward 'infinite' returned inf for row 1"),
         (alike, {"algorithm__dynamic_sampling": True, "algorithm__max_sampling_rounds": 2},
-         r"after 2 rounds of sampling, the completions of 4 prompts of 4 still score alike"),
+         r"after 2 rounds of sampling, the completions of 4 prompts of 4 still score alike\. Raise"),
+        (nothing, {"algorithm__dynamic_sampling": True, "algorithm__max_sampling_rounds": 2},
+         r"4 prompts of 4 still score alike, and 16 completions have no reward"),
     ],
 )  # fmt: skip
 def test_rewards_that_end_the_run(root, tmp_path, reward, settings, message):
