@@ -351,6 +351,13 @@ def _callable_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not all(isinstance(function, Mapping) and isinstance(function.get("name"), str) for function in functions):
         raise BadRequestError('tools takes a list of {"type": "function", "function": {"name": ...}}', param="tools")
     names = [tool["function"].get("name") for tool in tools]
+    for function in functions:
+        if not isinstance(parameters := function.get("parameters") or {}, Mapping):
+            raise BadRequestError(
+                f"tools has the parameters {parameters!r:.100} of {function['name']!r:.100}; they are an object, a "
+                "JSON schema",
+                param="tools",
+            )
     if isinstance(choice, Mapping):
         function = choice.get("function")
         named = function.get("name") if choice.get("type") == "function" and isinstance(function, Mapping) else None

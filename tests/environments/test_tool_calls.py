@@ -139,7 +139,7 @@ def test_calls(text, calls):
         ('<tool_call>{"name": "add", "arguments": {"a": ' + "1" * 5000 + "}}</tool_call>", "is not JSON: Exceeds"),
         ('<tool_call>{"name": "add", "arguments": "' + "[" * 20_000 + '"}</tool_call>', "[... are not JSON"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_malformed_calls_have_an_error(text, error):
     (call,) = parse_tool_calls(text)

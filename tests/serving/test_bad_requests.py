@@ -132,6 +132,7 @@ def test_what_is_no_object_of_json(web, body):
         (CHAT, {"messages": MESSAGES, "logprobs": 3}, "logprobs"),
         (CHAT, {"messages": MESSAGES, "top_logprobs": 3}, "top_logprobs"),
         (CHAT, {"messages": MESSAGES, "tools": ["add"]}, "tools"),
+        (CHAT, {"messages": MESSAGES, "tools": [{"function": {"name": "add", "parameters": 5}}]}, "tools"),
         (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
         (CHAT, {"messages": MESSAGES, "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
         (CHAT, {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "any"}, "tool_choice"),

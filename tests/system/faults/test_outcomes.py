@@ -59,10 +59,6 @@ def alike(completions, **kwargs):
     return [0.25] * len(completions)
 
 
-def nothing(completions, **kwargs):
-    return [None] * len(completions)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("reward", "settings", "message"),
