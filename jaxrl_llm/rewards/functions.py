@@ -7,6 +7,7 @@ messages of which the last one's content is read. Options are keyword-only: name
 """
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,6 +48,12 @@ def environment(
         return list(environment_reward)
     if environment_rewards is None:
         raise RewardError(f"environment(name={name!r}): agents name rewards, and environments give one; leave name out")
+    given = sorted({key for rewards in environment_rewards for key in rewards})
+    if given and name not in given:
+        warnings.warn(
+            f"environment(name={name!r}): no agent of a batch gave this reward; they gave {', '.join(given)}",
+            stacklevel=2,
+        )
     return [rewards.get(name) for rewards in environment_rewards]
 
 

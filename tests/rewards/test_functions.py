@@ -28,6 +28,8 @@ def test_only_agents_name_rewards():
     named = [{"right": 1.0}, {}]
     assert f.environment([1.5, None], named) == [1.5, None]
     assert f.environment([1.5, None], named, name="right") == [1.0, None]
+    with pytest.warns(UserWarning, match=r"environment\(name='rigth'\): no agent .*; they gave right"):
+        assert f.environment([1.0, None], [{"right": 1.0}, {}], name="rigth") == [None, None]
     with pytest.raises(RewardError, match=r"environment\(name='right'\): agents name rewards"):
         f.environment([1.5, None], name="right")
 
