@@ -1,5 +1,6 @@
 """Environments by name, class or function: made when a row needs one, and kept for later rows."""
 
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -197,6 +198,18 @@ class Environments:
             raise EpisodeError(
                 f"the environment {title!r} has neither a method step nor other public methods to use as tools"
             )
+        if hasattr(environment, "step"):
+            turn = ("text", "raw") if getattr(environment, "takes_raw", False) else ("text",)
+            for method, given in {"reset": ("row",), "step": turn}.items():
+                try:
+                    inspect.signature(getattr(environment, method)).bind(*given)
+                except TypeError as error:
+                    raise EpisodeError(
+                        f"the environment {title!r} has a method {method} that cannot be called with "
+                        f"{' and '.join(given)} ({error}): write {method}(self, {', '.join(given)})"
+                    ) from error
+                except ValueError:  # of a method that is written in C
+                    pass
         self.made[id(environment)] = environment
         return environment
 

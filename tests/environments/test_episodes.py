@@ -715,6 +715,18 @@ class OnlyReset:
     def reset(self, row): ...
 
 
+class Gymnasium:
+    def reset(self, *, seed=None, options=None): ...
+
+    def step(self, action): ...
+
+
+class StepsAlone:
+    def reset(self, row): ...
+
+    def step(self): ...
+
+
 @pytest.mark.parametrize(
     ("environment", "tools", "message"),
     [
@@ -722,6 +734,8 @@ class OnlyReset:
         ("sort_then_smallest(frist=1)", (), "has no option 'frist'"),
         (Nothing, (), "has no method reset"),
         (OnlyReset, (), "neither a method step nor other public methods"),
+        (Gymnasium, (), r"a method reset that cannot be called with row \(too many .*: write reset\(self, row\)"),
+        (StepsAlone, (), r"a method step that cannot be called with text .*: write step\(self, text\)"),
         (None, (described,), "the tool 'described' cannot be described"),
         (None, (add, add), "two tools named 'add'"),
         (None, ("no_such_module:add",), "no module 'no_such_module'"),
