@@ -18,6 +18,7 @@ from jaxrl_llm.environments.factory import Environments
 from jaxrl_llm.environments.protocol import EpisodeError, is_messages
 
 Row = dict[str, Any]
+FAILED_BATCHES = 3  # in a row without an episode that did not fail, which end the run
 
 
 class EpisodeTokenizer(Protocol):
@@ -158,12 +159,21 @@ class EpisodeBatch:
         """Free the environments for other rows; returns metrics (numbers to average), totals (to add up) and columns.
 
         Metrics and totals are of the first `counted` rows, behind which others fill up the batch. After rewards, as
-        these may read the environments. Warns of the most frequent failure.
+        these may read the environments. Warns of the most frequent failure. Raises EpisodeError where all episodes of
+        FAILED_BATCHES batches in a row have failed.
         """
         self.environments.release(self.rows, self.episodes)
         episodes = self.episodes[:counted]
         late = {"timeout": "it took more than environment.timeout"}
-        warn_of_failures(f"{x.name}: {late.get(x.stop_reason or '', x.stop_reason)}" for x in episodes if x.failed)
+        reasons = [f"{x.name}: {late.get(x.stop_reason or '', x.stop_reason)}" for x in episodes if x.failed]
+        warn_of_failures(reasons)
+        is_lost = bool(episodes) and len(reasons) == len(episodes)
+        self.environments.lost_batches = self.environments.lost_batches + 1 if is_lost else 0
+        if self.environments.lost_batches == FAILED_BATCHES:
+            raise EpisodeError(
+                f"all episodes of {FAILED_BATCHES} batches in a row failed, so that nothing is learned; the most "
+                f"frequent reason of the last is {Counter(reasons).most_common(1)[0][0]}"
+            )
         metrics = {"environment/turns": [float(episode.turns) for episode in episodes]}
         totals = {"environment/failures": float(sum(episode.failed for episode in episodes))}
         if self.environments.routed:

@@ -88,6 +88,7 @@ class Environments:
                     there = f"there are {', '.join(names)}; the closest is {closest(unknown[0], names)}"
                 raise EpisodeError(f"environment.{setting} names {unknown[0]!r}, but {there}")
         self.pool = CallPool(spec.workers, spec.timeout)
+        self.lost_batches = 0  # in a row, of which all episodes failed
         self.idle: dict[str | None, list[Any]] = defaultdict(list)
         self.made: dict[int, Any] = {}  # by identity, those that are not closed, also while an episode has them
         self.schemas: dict[str | None, list[dict[str, Any]]] = {}

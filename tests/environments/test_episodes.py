@@ -247,6 +247,20 @@ def test_the_most_frequent_failure_of_a_batch_is_warned_of(tokenizer):
     assert len(warned) == 1
 
 
+@pytest.mark.filterwarnings("ignore:an episode failed")
+def test_batches_of_failures_alone_end_the_run(tokenizer):
+    environments, row = environments_of(Guess), {"prompt": "Guess!", "number": 5}
+
+    def released(*turns):
+        batch, *_ = play(tokenizer, environments, [row] * len(turns), [[turn] for turn in turns])
+        batch.release(len(turns))
+
+    for turns in (["boom"], ["boom"], ["boom", "5"], ["boom"], ["boom"]):
+        released(*turns)
+    with pytest.raises(EpisodeError, match=r"all episodes of 3 batches in a row failed.*Guess: KeyError: 'boom'"):
+        released("boom", "boom")
+
+
 def test_an_environment_may_change_its_row(tokenizer):
     class Adds(Guess):
         def reset(self, row):
