@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxrl_llm.commands.export import checkpoint_model, config_of, with_kept
+from jaxrl_llm.commands.export import checkpoint_model, config_of, run_of, with_kept
 from jaxrl_llm.config import ConfigDict, ConfigError, from_json
 from jaxrl_llm.config.files import read_json
 from jaxrl_llm.models.files.hf import step_folders
@@ -21,9 +21,7 @@ def named_by(path: str) -> tuple[Path, int | None] | str:
 
     Of a run that keeps no states, or has lost them, it is the path of its model, RUN/hf or the newest in RUN/hf_steps.
     """
-    folder = Path(path).expanduser()
-    step = int(folder.name) if folder.name.isdecimal() and folder.parent.name == "checkpoints" else None
-    run = folder if step is None else folder.parent.parent
+    run, step = run_of(path)
     if "output_dir" not in (read_json(run / "config.json") or {}):  # that of a model has the same name
         return path
     if step is None:
@@ -64,6 +62,12 @@ def build_named(config: ConfigDict, mesh: Mesh, head: str | None = None) -> Mode
         return build_model(_of(config, named), mesh, head)
     run, step = named
     given, _ = checkpoint_model(run, config_of(run), step, mesh, compute_dtype(config.model.dtype))
+    if config.model.quantize not in ("none", given.net.config.quantized):
+        raise ConfigError(
+            f"model.quantize is {config.model.quantize}, but {config.model.path} is a checkpoint, whose matrices stay "
+            f"as its run had them ({given.net.config.quantized}): name its model, {run / 'hf'}, or one that jaxrl-llm "
+            f"export --run={config.model.path} writes"
+        )
     return build_model(config, mesh, head, given=given)
 
 

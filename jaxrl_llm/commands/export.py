@@ -25,7 +25,7 @@ from jaxrl_llm.distributed import processes
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.adapters import peft
 from jaxrl_llm.models.adapters.lora import combine, has_adapters, split
-from jaxrl_llm.models.files.hf import refuse_foreign
+from jaxrl_llm.models.files.hf import refuse_foreign, step_folders
 from jaxrl_llm.models.model import Model, describe, save_adapter, save_hf
 from jaxrl_llm.tools.cards import hub
 from jaxrl_llm.tools.cards.card import write_card
@@ -38,7 +38,7 @@ from jaxrl_llm.training.setup.models import build_critic, build_model, net_optio
 from jaxrl_llm.training.setup.records import GIVEN_KEYS, checkpoint_folder
 
 FLAGS = (
-    Setting("run", "", "Folder of the run: its output_dir."),
+    Setting("run", "", "Folder of the run, its output_dir, or of one of its checkpoints."),
     Setting("step", None, "Step of the checkpoint; none is the newest.", int, minimum=0),
     Setting("output", "", "Folder to write; with push_to_hub it may be left out."),
     Setting(
@@ -69,7 +69,8 @@ def export(
 ) -> Path:
     """Writes the policy of a checkpoint, with a model card, to the folder `output` and returns its path.
 
-    Parameters are sharded over all local devices, whatever mesh the run had. `dtype` None keeps them bit for bit. With
+    `run` is the folder of a run, or of its checkpoint, RUN/checkpoints/STEP, as `step` names it too. Parameters are
+    sharded over all local devices, whatever mesh the run had. `dtype` None keeps them bit for bit. With
     `adapter` the folder holds the adapters alone, in the format of PEFT. `repo` is the hub name in the card. With
     `critic` it is the critic, without a card. Raises ConfigError: no run, no such checkpoint, `adapter` for a policy or
     critic without adapters or with a `dtype`, `critic` for a run without a critic, or an `output` that already holds a
@@ -78,8 +79,10 @@ def export(
     if adapter and dtype is not None:
         raise ConfigError("--dtype is of whole models, and --adapter writes float32: leave one out")
     output = Path(output).expanduser()
-    folder = Path(run).expanduser()
-    config = config_of(folder)
+    folder, named = run_of(run)
+    if None not in (step, named) and step != named:
+        raise ConfigError(f"--step is {step}, but --run names the checkpoint of step {named}: leave one out")
+    config, step = config_of(folder), named if step is None else step
     existing = [name for name in ("config.json", peft.CONFIG) if (output / name).is_file()]
     if existing and not overwrite:
         raise ConfigError(
@@ -110,7 +113,7 @@ def checkpoint_model(
     """
     config = with_kept(config, folder)
     with jax.set_mesh(mesh), Checkpoints(checkpoint_folder(config, folder), read_only=True) as checkpoints:
-        step = _step(checkpoints, step)
+        step = _step(checkpoints, step, folder)
         model = _untrained(config, mesh, dtype)
         frozen, shapes = split(model.params, model.net.config.frozen)
         params = combine(frozen, checkpoints.restore_params(step, shapes, mesh))
@@ -128,7 +131,7 @@ def checkpoint_critic(folder: Path, config: ConfigDict, step: int | None, mesh: 
     policy, step = checkpoint_model(folder, config, step, mesh) if shared else (None, step)
     config = with_kept(config, folder)
     with jax.set_mesh(mesh), Checkpoints(checkpoint_folder(config, folder), read_only=True) as checkpoints:
-        step = _step(checkpoints, step)
+        step = _step(checkpoints, step, folder)
         critic = build_critic(config, policy or _untrained(config, mesh, "float32"), mesh)
         frozen, shapes = ({}, critic.params) if shared else split(critic.params, critic.net.config.frozen)
         params = combine(frozen, checkpoints.restore_params(step, shapes, mesh, critic=True))
@@ -144,10 +147,11 @@ def push(run: str | Path, repo: str, output: str | Path = "", private: bool = Fa
     `export`, `hub.check` and `hub.push` do, before anything is written where that is possible.
     """
     overwrite, url = options.get("overwrite", False), ""
-    folder = Path(output).expanduser() if output else Path(run).expanduser() / PUSHED
+    home = run_of(run)[0]
+    folder = Path(output).expanduser() if output else home / PUSHED
     with processes.all_or_none():
         if jax.process_index() == 0:
-            config_of(Path(run).expanduser())
+            config_of(home)
             hub.check(repo, private, overwrite)
             if not output:
                 shutil.rmtree(folder, ignore_errors=True)  # left by a push that was killed
@@ -155,7 +159,7 @@ def push(run: str | Path, repo: str, output: str | Path = "", private: bool = Fa
         export(run, folder, repo=repo, **options)
         with processes.all_or_none():
             if jax.process_index() == 0:
-                url = hub.push(folder, repo, private, overwrite, f"{Path(run).resolve().name}, by jaxrl_llm")
+                url = hub.push(folder, repo, private, overwrite, f"{home.resolve().name}, by jaxrl_llm")
     finally:
         if not output and jax.process_index() == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -199,6 +203,14 @@ def _untrained(config: ConfigDict, mesh: Mesh, dtype: str) -> Model:
     return build_model(config, mesh, tokenizer=tokenizer)
 
 
+def run_of(path: str | Path) -> tuple[Path, int | None]:
+    """The folder of a run that `path` names, and the step of RUN/checkpoints/STEP, None of RUN itself."""
+    folder = Path(path).expanduser()
+    if folder.name.isdecimal() and folder.parent.name == "checkpoints" and not (folder / "config.json").is_file():
+        return folder.parent.parent, int(folder.name)
+    return folder, None
+
+
 def config_of(folder: Path) -> ConfigDict:
     """The configuration of the run in a folder; raises ConfigError where there is none with checkpoints."""
     file = folder / "config.json"
@@ -214,10 +226,12 @@ def config_of(folder: Path) -> ConfigDict:
     return config
 
 
-def _step(checkpoints: Checkpoints, step: int | None) -> int:
+def _step(checkpoints: Checkpoints, step: int | None, run: Path) -> int:
     steps = checkpoints.steps()
     if not steps:
-        raise ConfigError(f"there is no checkpoint in {checkpoints.folder}")
+        models = [str(path) for path in (*step_folders(run).values(), run / "hf") if (path / "config.json").is_file()]
+        written = f"; its models are {', '.join(models)}" if models else ""
+        raise ConfigError(f"there is no checkpoint in {checkpoints.folder}{written}")
     if step is not None and step not in steps:
         raise ConfigError(
             f"there is no checkpoint of step {step} in {checkpoints.folder}; there are {', '.join(map(str, steps))}"

@@ -30,11 +30,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-from jaxrl_llm.config import ConfigDict, assign, check_keys, default, own_settings, validate
+from jaxrl_llm.config import ConfigDict, assign, check_keys, default, from_json, own_settings, validate
 from jaxrl_llm.config.background import end_in_time
+from jaxrl_llm.config.files import read_json
 from jaxrl_llm.config.resolve import ConfigError, closest, exit_code, import_file, path_and_line
 from jaxrl_llm.config.resuming import way_on
-from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, SECTIONS, nearest, unknown_key
+from jaxrl_llm.config.schema import BY_NAME, FORMER, KEYS, OF_A_START, SECTIONS, nearest, unknown_key
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.config.setting import Setting
 from jaxrl_llm.config.starting import STARTED
@@ -46,7 +47,7 @@ CONFIG_FILE = Setting(
     "config",
     "",
     "Config file, such as configs/grpo.py, or the name of a shipped one, such as grpo; its get_config receives "
-    "ARGUMENT. Without it: the defaults.",
+    "ARGUMENT. Or the folder of a run, for its settings. Without it: the defaults.",
 )
 TOP_LEVEL = "run"  # the name that --help gives the keys outside all sections
 PACKAGE = Path(__file__).parent.parent
@@ -165,8 +166,9 @@ def _message(error: BaseException) -> str:
 def load_flags(argv: Sequence[str], usage: str = "", options: Sequence[Setting] = ()) -> Flags:
     """The configuration and options of the arguments (without the program's name).
 
-    `--config=configs/grpo.py` reads a config file, `--config=configs/grpo.py:tiny` calls its `get_config("tiny")`, and
-    `--config=grpo` finds the shipped file; without it the configuration is `jaxrl_llm.config.default()`.
+    `--config=configs/grpo.py` reads a config file, `--config=configs/grpo.py:tiny` calls its `get_config("tiny")`,
+    `--config=grpo` finds the shipped file, and `--config=runs/grpo` reads the configuration of a run; without it that
+    is `jaxrl_llm.config.default()`.
     `--config.batch.prompts=8` changes one key, in any order; `--config.batch.prompts 8` too. A list is written `a,b`,
     or in JSON where its items have commas, a missing optional value `none`; `--config.data.packing` alone is true.
     Parameters that the config file has added are flags too, `--config.my_length=30`. `options` are the command's own
@@ -331,13 +333,10 @@ def find_config(spec: str, flag: str = "--config") -> tuple[Path, str | None]:
             warnings.warn(f"there is no file {path} here; this is the shipped {flag}={known}", stacklevel=2)
         path = shipped.get(known, path)
     if path is None and Path(name).suffix in (".yaml", ".yml", ".json", ".sh"):
-        of_run = (
-            f"its get_config may return jaxrl_llm.config.from_json(Path({name!r}).read_text()), the settings of a run"
-        )
+        of_run = "a run has left no such file: name its output_dir, or the config.json in it"
         of_others = f"python -m jaxrl_llm migrate {name} --output=my_config.py writes one for TRL, verl or axolotl"
-        raise ConfigError(
-            f"{flag} is {spec!r}, but it takes a Python file; {of_run if name.endswith('config.json') else of_others}"
-        )
+        way_out = of_run if name.endswith("config.json") else of_others
+        raise ConfigError(f"{flag} is {spec!r}, but it takes a Python file, or a run; {way_out}")
     if path is None:
         raise ConfigError(
             f"{flag} is {spec!r}, but it takes a Python file, path.py or path.py:argument, or the name of a shipped "
@@ -348,11 +347,14 @@ def find_config(spec: str, flag: str = "--config") -> tuple[Path, str | None]:
 
 
 def load_config_file(spec: str) -> ConfigDict:
-    """The ConfigDict that the `get_config` of a Python file returns; `spec` is one of `find_config`.
+    """The ConfigDict that the `get_config` of a Python file returns; `spec` is one of `find_config`, or names a run.
 
-    A relative path starts at the current directory. Raises ConfigError when the file is missing, fails (naming the
+    That is the folder of a run or the config.json in it, whose settings it had. A relative path starts at the current
+    directory. Raises ConfigError when the file is missing, fails (naming the
     line), has no `get_config`, or when that does not take the argument or returns something else.
     """
+    if (record := _record_of(spec)) is not None:
+        return record
     path, argument = find_config(spec)
     module = import_file(path)
     get_config = getattr(module, "get_config", None)
@@ -370,6 +372,26 @@ def load_config_file(spec: str) -> ConfigDict:
             "jaxrl_llm.config.default()"
         )
     check_keys(config)
+    return config
+
+
+def _record_of(spec: str) -> ConfigDict | None:
+    """The configuration with which the run that `spec` names goes on, or None where it names none."""
+    path = Path(spec).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if path.name != "config.json" or spec in shipped_configs() or Path(f"{spec}.py").is_file():
+        return None
+    entries = read_json(path)
+    if entries is None:
+        return None
+    if "output_dir" not in entries or "model_type" in entries:
+        raise ConfigError(f"--config is {spec!r}, but {path} is no run's: name the output_dir of a run")
+    if given := read_json(path.with_name("given.json")):
+        warnings.warn(f"{path} lacks what the run was given in Python: {', '.join(given)}", stacklevel=2)
+    config = from_json(path.read_text(encoding="utf-8"))
+    for name in OF_A_START:  # `checkpoint.resume=never` of the start that wrote it would delete what it has saved
+        assign(config, name, BY_NAME[name].default)
+    config.output_dir = str(path.parent)
     return config
 
 

@@ -1131,6 +1131,7 @@ SYNONYMS = {
     "gpu_memory_utilization": "rollout.memory_fraction", "vllm_gpu_memory_utilization": "rollout.memory_fraction",
     "gradient_accumulation_steps": "batch.microbatch_rows", "num_generations": "rollout.group_size",
     "model_name_or_path": "model.path", "model_name": "model.path", "base_model": "model.path", "model": "model.path",
+    "run": "model.path", "checkpoint_path": "model.path", "ckpt": "model.path",
     "dataset_name": "data.path", "dataset": "data.path", "train_files": "data.path", "val_files": "data.eval_path",
     "max_seq_length": "data.max_length", "sequence_len": "data.max_length", "reward_funcs": "rewards.functions",
     "reward_weights": "rewards.weights", "lr": "optimizer.learning_rate", "lr_scheduler_type": "optimizer.schedule",

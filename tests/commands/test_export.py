@@ -94,7 +94,7 @@ def test_a_run_without_a_critic_has_none_to_export(tiny_run, tmp_path):
 @pytest.mark.slow
 def test_command_on_other_devices(tiny_run, run_python, tmp_path):
     result = run_python(
-        "-m", "jaxrl_llm", "export", f"--run={tiny_run.output_dir}", "--output=exported", "--step=2", devices=4
+        "-m", "jaxrl_llm", "export", f"--run={tiny_run.output_dir}/checkpoints/2", "--output=exported", devices=4
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, "exported\n", "")
     assert contents(tmp_path / "exported") == contents(tiny_run.output_dir / "hf")
@@ -107,6 +107,8 @@ def test_command_on_other_devices(tiny_run, run_python, tmp_path):
         (["--run=x"], "--output is missing"),
         (["--run=nothing", "--output=x"], "nothing is not the folder of a run"),
         (["--run=x", "--outptu=x"], "the closest is --output"),
+        (["--run=x/checkpoints/3", "--output=x", "--step=4"], "--step is 4, but --run names the checkpoint of step 3"),
+        (["--run=x/checkpoints/3", "--output=x"], "x is not the folder of a run"),
         (["--run=x", "--output=x", "--step=-1"], "step is -1, but it takes an integer >= 0, or none"),
         (["--run=x", "--output=x", "--dtype=int8"], "dtype is 'int8'"),
     ],
@@ -121,7 +123,11 @@ def test_command_errors(arguments, words, tmp_path, monkeypatch):
 def test_a_run_without_checkpoints(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="no checkpoint in"):
+    with pytest.raises(ConfigError, match=r"no checkpoint in .*checkpoints$"):
+        jaxrl_llm.export(tmp_path, tmp_path / "exported")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"no checkpoint in .*; its models are .*hf$"):
         jaxrl_llm.export(tmp_path, tmp_path / "exported")
     (tmp_path / "checkpoints").rmdir()
     with pytest.raises(ConfigError, match=r"has no checkpoints: there is no folder .*/checkpoints$"):

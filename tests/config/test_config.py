@@ -162,7 +162,7 @@ def test_validate_accepts_value(name, value):
 )
 def test_a_key_takes_none_where_its_text_says_what_that_is(key):
     value = key.parse("none")
-    assert value == ("none" if key.kind is str and key.default is not None else None)
+    assert value == (None if key.optional else "none")
     config = default()
     tree.assign(config, key.name, value)
     validate(config)
@@ -395,7 +395,7 @@ def test_override(arguments, name, value):
         (["optimizer.b2=0.9"], ["unexpected argument 'optimizer.b2=0.9'", "--config.optimizer.b2=0.9"]),
         (["-config=grpo"], ["unexpected argument '-config=grpo'", "such as --config=grpo"]),
         (["--config.rollout.group_size=1"], ["rollout.group_size is 1"]),
-        (["--config=runs/a/config.json"], ["from_json(Path('runs/a/config.json').read_text())"]),
+        (["--config=runs/a/config.json"], ["a run has left no such file: name its output_dir"]),
         (["--config=rlhf"], ["has no function get_config", "python -m jaxrl_llm stages --stages=rlhf"]),
         (["--config=axolotl.yaml"], ["--config is 'axolotl.yaml'", "migrate axolotl.yaml --output=my_config.py"]),
         (["--config=configs/grp"], ["configs/grp", "a Python file", "shipped one: a2po, agent", "closest is grpo"]),
@@ -410,6 +410,30 @@ def test_command_line_errors(arguments, words):
     with pytest.raises(ConfigError) as error:
         load_flags(arguments)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_run_is_a_configuration(tmp_path, monkeypatch):
+    config = default()
+    config.output_dir, config.rollout.temperature = "moved/since", 0.7
+    config.checkpoint.resume = "never"  # with which it would be deleted
+    run = tmp_path / "runs/a"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text(to_json(config))
+    for spec in (str(run), f"{run}/config.json"):
+        assert load_flags([f"--config={spec}", "--config.seed=5"]).config.rollout.temperature == 0.7
+    (run / "given.json").write_text('{"rewards": "exact"}')
+    with pytest.warns(UserWarning, match=r"lacks what the run was given in Python: rewards"):
+        found = load_flags([f"--config={run}"]).config
+    assert (found.output_dir, found.checkpoint.resume) == (str(run), "auto")
+    monkeypatch.chdir(tmp_path / "runs")
+    (tmp_path / "runs/grpo").mkdir()
+    (tmp_path / "runs/grpo/config.json").write_text(to_json(config))
+    assert load_flags(["--config=grpo"]).config.rollout.temperature == 1.0  # the shipped one
+    assert load_flags(["--config=./grpo"]).config.rollout.temperature == 0.7
+    (run / "hf").mkdir()
+    (run / "hf/config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"config.json is no run's: name the output_dir of a run"):
+        load_flags([f"--config={run}/hf"])
 
 
 def test_own_options():
