@@ -67,6 +67,14 @@ def devices_of_torch() -> list[int] | None:
     return [int(env["LOCAL_RANK"])] if shared and not own else None
 
 
+def own_devices() -> None:
+    """Leaves this process the GPUs of its machine that are its own, as `jax.distributed.initialize` does for one that
+    joins others: it joins none, but may share the machine with some."""
+    ids = os.environ.get("JAX_LOCAL_DEVICE_IDS") or ",".join(map(str, devices_of_torch() or ()))
+    for vendor in ("cuda", "rocm") if ids else ():
+        jax.config.update(f"jax_{vendor}_visible_devices", ids)
+
+
 def described_cluster() -> str | None:
     """The kind of cluster whose environment describes several processes, or None when there is none."""
     env = os.environ

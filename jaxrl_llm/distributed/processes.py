@@ -46,6 +46,7 @@ from jaxrl_llm.distributed.clusters import (
     described_cluster,
     devices_of_torch,
     join_cluster,
+    own_devices,
     process_spec,
 )
 from jaxrl_llm.distributed.orbax import ocp
@@ -140,12 +141,14 @@ def join(config: ConfigDict | None = None, samplers: int = 0) -> None:
         learners = spec.count - samplers
         _roles[:] = [spec.index - learners if spec.index >= learners else None]
         if spec.index >= learners:
+            own_devices()
             # GKE tells the slices of a job of each other, and the TPU's runtime would wait for the other samplers'.
             for name in [name for name in os.environ if name.startswith("MEGASCALE_")]:
                 del os.environ[name]
             return
         spec = ProcessSpec(spec.coordinator, learners, spec.index)
     if spec is not None and spec.count == 1:
+        own_devices()
         return
     cluster = described_cluster() if spec is None else None
     if spec is None and cluster is None:

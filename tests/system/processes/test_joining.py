@@ -110,6 +110,23 @@ def test_launchers_of_pytorch_tell_the_place(monkeypatch, variables, spec, devic
     assert clusters.devices_of_torch() == devices
 
 
+@pytest.mark.parametrize(("index", "count"), [(1, 2), (0, 2), (0, 1)])
+@pytest.mark.parametrize("launcher", ["ours", "torch"])
+def test_who_joins_no_others_of_jax_has_its_own_devices(monkeypatch, index, count, launcher):
+    """A sampler, a learner that is the only one, a run of one process: they may share a machine."""
+    settings = dict[str, str]()
+    monkeypatch.setattr(processes.jax.config, "update", settings.__setitem__)
+    monkeypatch.setattr(processes, "_roles", [])
+    if launcher == "ours":
+        place = {"JAXRL_COORDINATOR": "a:1", "JAXRL_PROCESS_COUNT": str(count), "JAXRL_PROCESS_INDEX": str(index)}
+        set_all(monkeypatch, place | {"JAX_LOCAL_DEVICE_IDS": str(index)})
+    else:
+        place = {"WORLD_SIZE": str(count), "RANK": str(index), "LOCAL_RANK": str(index)}
+        set_all(monkeypatch, TORCHRUN | place | {"LOCAL_WORLD_SIZE": "2"})
+    processes.join(default(), samplers=count - 1)
+    assert settings == {f"jax_{vendor}_visible_devices": str(index) for vendor in ("cuda", "rocm")}
+
+
 @pytest.mark.parametrize(
     ("variables", "cluster"),
     [
