@@ -190,6 +190,8 @@ def with_kept(config: ConfigDict, run: Path) -> ConfigDict:
 
 def _untrained(config: ConfigDict, mesh: Mesh, dtype: str) -> Model:
     """The model at the start of the run; where all parameters were trained shapes suffice, as these are restored."""
+    config = config.copy_and_resolve_references()
+    config.model.dtype, config.model.matmul_dtype = dtype, "auto"  # this device may be another than that of training
     c, tokenizer = config.model, tokenizer_of(config)
     if not (config.lora.rank or config.lora.path):
         described = describe(
@@ -198,8 +200,6 @@ def _untrained(config: ConfigDict, mesh: Mesh, dtype: str) -> Model:
         )  # fmt: skip
         if not described.net.config.frozen:
             return described
-    config = config.copy_and_resolve_references()
-    config.model.dtype = dtype
     return build_model(config, mesh, tokenizer=tokenizer)
 
 

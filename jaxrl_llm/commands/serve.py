@@ -261,7 +261,7 @@ def merged(model: Model) -> Model:
     """The model with its adapters in the matrices they belong to, and stacked as one that is trained whole; adapters on
     quantised matrices stay beside them."""
     config = model.net.config
-    plain = dataclasses.replace(config, lora=None, layer_groups=(), frozen_leaves=(), qat="none")
+    plain = dataclasses.replace(config, lora=None, layer_groups=(), frozen_leaves=(), qat="none", matmul_dtype="auto")
     if plain == config or (has_adapters(model.params) and config.quantized != "none"):
         return model
     params = restacked(merge(model.params, config.lora), config, plain)

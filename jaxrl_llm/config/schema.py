@@ -146,6 +146,11 @@ KEYS = (
         "of more than 4096 tokens; xla where these are unavailable, and on CPUs. Unless this is xla, decoding on GPUs "
         "in 16 bits has its own kernel.",
         choices=("auto", "xla", "cudnn", "flash", "splash")),
+    Setting("model.matmul_dtype", "auto",
+        "Type of the operands of the layers' matmuls in training; auto is model.dtype. fp8 is float8_e4m3fn, and "
+        "float8_e5m2 for gradients, on GPUs from Ada and Hopper on; int8 leaves the gradients of matrices to "
+        "model.dtype. Sampling is in model.dtype, so RL needs algorithm.importance_correction. See "
+        "docs/performance.md.", choices=("auto", "fp8", "int8")),
     Setting("model.fp32_head", False, "Compute the logits in float32, whatever model.dtype is.", bool),
     Setting("model.router_aux_loss_coef", None,
         "Weight of the load-balancing loss of a mixture of experts; none is router_aux_loss_coef of its config.json, 0 "

@@ -36,6 +36,11 @@ class Device(NamedTuple):
         network takes."""
         return min(self.interconnect, self.network) if self.node and count > self.node else self.interconnect
 
+    @property
+    def has_fp8(self) -> bool:
+        """False for a device without matrix units for numbers in fp8: all TPUs here, and GPUs before Ada and Hopper."""
+        return self.topology is None and (self.gpu is None or self.gpu.capability >= (8, 9))
+
     def host(self, count: int) -> int:
         """Devices of each host, and so of a process, where there are `count` in all."""
         if self.topology is None:
@@ -119,6 +124,13 @@ def at_hand(device) -> Device:
     known = named(names[0]) if names else Device(device.device_kind, 0.0, 0.0, 0.0, 0.0)
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
     return known._replace(memory=float(limit)) if limit else known
+
+
+def multiplies_fp8(device) -> bool:
+    """False for a jax device that is known to have no matrix units for numbers in fp8."""
+    capability = getattr(device, "compute_capability", "")
+    is_older_gpu = re.fullmatch(r"[1-7]\.\d+|8\.[0-8]", str(capability))
+    return not (is_older_gpu or re.match(r"tpu v[2-6]", device.device_kind.lower()))
 
 
 def peak_flops(device) -> float:

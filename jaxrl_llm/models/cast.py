@@ -19,10 +19,13 @@ def in_precision(net: Net, weights_dtype: str | None) -> Net:
     """The net that computes with matrices of `weights_dtype`: a type, int8 or fp8 (`quantize`); None is the net itself.
 
     The matrices of the layers are in 8 bits, those of experts too unless this is a TPU; matmuls run in the net's own
-    type. Of a net that is trained for matrices in fewer bits they are in these. Raises ConfigError for 8 bits where the
-    net's matrices are in other ones.
+    type, also where training has their operands in 8 bits (`matmul_dtype`), into which each step of decoding would
+    convert the matrices. Of a net that is trained for matrices in fewer bits they are in these. Raises ConfigError for
+    8 bits where the net's matrices are in other ones.
     """
     config = net.config
+    if config.matmul_dtype != "auto":
+        return in_precision(Net(dataclasses.replace(config, matmul_dtype="auto")), weights_dtype)
     if config.qat != "none":
         if weights_dtype in BYTES and weights_dtype != config.qat:
             raise ConfigError(
@@ -48,8 +51,11 @@ def in_precision(net: Net, weights_dtype: str | None) -> Net:
 
 
 def draws_from_another(sampler: Net, trainer: Net) -> bool:
-    """True when the sampler's numbers have fewer bits than the trainer's, so that it draws from another policy."""
+    """True when the sampler's numbers have fewer bits than the trainer's, or those of the trainer's products have, so
+    that it draws from another policy."""
     sampled, trained = sampler.config, _stored(trainer.config)
+    if sampled.matmul_dtype != trained.matmul_dtype:
+        return True
     return sampled.quantized != trained.quantized or (sampled.dtype != trained.dtype and sampled.dtype != "float32")
 
 

@@ -18,6 +18,7 @@ from jaxrl_llm.distributed.sharding import columns_are_whole, constrain, context
 from jaxrl_llm.models import quantize
 from jaxrl_llm.models.adapters import lora
 from jaxrl_llm.models.kernels import stored_matmul
+from jaxrl_llm.models.kernels.eight_bit_matmul import dtype_of, eight_bit_matmul
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -42,6 +43,7 @@ class Linear(nnx.Module):
         kernel = jax.random.normal(rngs.params(), (d_in, d_out), config.param_dtype) * config.init_scale
         self.d_in, self.name = d_in, name
         self.quantize, self.qat = (config.quantize, config.qat) if name else ("none", "none")
+        self.matmul_dtype = dtype_of(name, d_in, d_out, config.matmul_dtype)
         quantize.check_inputs(d_in, self.qat, "model.qat")
         stored = kernel if self.quantize == "none" else quantize.quantize(kernel, self.quantize)
         self.kernel = nnx.Dict(jax.tree.map(nnx.Param, stored)) if isinstance(stored, dict) else nnx.Param(stored)
@@ -62,7 +64,9 @@ class Linear(nnx.Module):
         rows = x.reshape(-1, x.shape[-1]) if context_shards() == 1 else x
         is_array = isinstance(self.kernel, nnx.Param)
         kernel = self.kernel[...] if is_array else {name: array[...] for name, array in self.kernel.items()}
-        if self.qat == "none":
+        if self.matmul_dtype != "auto":
+            matmul = functools.partial(eight_bit_matmul, kind=self.matmul_dtype)
+        elif self.qat == "none":
             matmul = stored_matmul.frozen_matmul if self.lora is not None or not is_array else stored_matmul.matmul
             matmul = functools.partial(matmul, kind=self.quantize, name=self.name)
         else:
@@ -98,7 +102,7 @@ def side_by_side(x, *maps: Linear) -> jax.Array | None:
     array, which costs nothing where they are converted anyway.
     """
     plain = all(isinstance(each.kernel, nnx.Param) and each.lora is None and each.bias is None for each in maps)
-    plain = plain and maps[0].qat == "none" and type(maps[0]) is Linear
+    plain = plain and maps[0].qat == "none" and maps[0].matmul_dtype == "auto" and type(maps[0]) is Linear
     if jax.default_backend() != "gpu" or not plain or x.size < LARGE or not columns_are_whole():
         return None
     kernels = [each.kernel[...] for each in maps]

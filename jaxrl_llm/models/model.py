@@ -19,6 +19,7 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.entries import makes_up
 from jaxrl_llm.config.files import read_json
 from jaxrl_llm.config.secrets import masked
+from jaxrl_llm.distributed.devices import multiplies_fp8
 from jaxrl_llm.distributed.processes import all_or_none
 from jaxrl_llm.distributed.sharding import on_device, shardings
 from jaxrl_llm.models.adapters import lora, lora_init, peft
@@ -26,6 +27,7 @@ from jaxrl_llm.models.adapters.peft_patterns import ALIKE, AdapterPatterns, with
 from jaxrl_llm.models.families import family_for, family_of
 from jaxrl_llm.models.families.rotary import max_positions
 from jaxrl_llm.models.files import hf, safetensors
+from jaxrl_llm.models.kernels.eight_bit_matmul import MATMUL_DTYPES, check_matmul_dtype
 from jaxrl_llm.models.kernels.fused_attention import check_attention, is_before_ampere
 from jaxrl_llm.models.net import Net, Params, restacked
 from jaxrl_llm.models.quantize import KINDS
@@ -150,8 +152,9 @@ def describe(
     """
     dtype = compute_dtype(dtype)
     path, adapter, revision = base_and_adapter(path, adapter, revision)
-    for name, known in (("quantize", KINDS), ("quantize_experts", ("same", *KINDS))):
-        if overrides.get(name, "none") not in known:
+    kinds = {"quantize": KINDS, "quantize_experts": ("same", *KINDS), "matmul_dtype": MATMUL_DTYPES}
+    for name, known in kinds.items():
+        if overrides.get(name, known[0]) not in known:
             raise ConfigError(f"{name} = {overrides[name]!r} is not one of {', '.join(known)}.")
     if adapter is not None:
         described, kind = peft.read_config(adapter), overrides.get("quantize", "none")
@@ -171,6 +174,7 @@ def describe(
     if adapter is not None:
         net = peft.with_adapter_modules(net, family, adapter)
     check_attention(net.config, jax.default_backend())
+    check_matmul_dtype(net.config, jax.local_devices()[0].device_kind, multiplies_fp8(jax.local_devices()[0]))
     if tokenizer is None and hf.has_tokenizer(folder):
         tokenizer = hf.load_tokenizer(folder, trust_remote_code)
     generation = read_json(folder / "generation_config.json")
@@ -305,6 +309,7 @@ def copied_model(
         net = trained.grouped(Net(dataclasses.replace(net.config, layer_groups=(), frozen_leaves=())), _family(model))
         params = restacked(params, config, net.config)
     check_attention(net.config, jax.default_backend())
+    check_matmul_dtype(net.config, jax.local_devices()[0].device_kind, multiplies_fp8(jax.local_devices()[0]))
     shapes = net.shapes()
     if missing := [part for part in shapes if part not in params and part != "score"]:
         raise ConfigError(f"{name} in memory has no {', '.join(missing)}: a model with a score head writes no text")

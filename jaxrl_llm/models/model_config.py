@@ -221,6 +221,7 @@ class ModelConfig:
     quantize: str = "none"  # of the layers' linear maps, which are then frozen: one of quantize.KINDS
     quantize_experts: str = "same"  # of the matrices of experts: as `quantize` says, or another of them
     qat: str = "none"  # the linear maps compute with their matrices as they would be, quantised so, and are trained
+    matmul_dtype: str = "auto"  # of the operands of the layers' linear maps: that of the computation, fp8 or int8
     scan_layers: bool = True  # False: each layer is compiled, as decoding wants it
 
     @property

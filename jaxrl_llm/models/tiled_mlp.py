@@ -49,7 +49,7 @@ def tiled_mlp(mlp: FeedForward, x, tile: int):
     paths = jax.tree_util.tree_map_with_path(lambda path, _: path_name(path[:-1]), state)
     specs = jax.tree.map(lambda path, leaf: parameter_spec(f"mlp/{path}", leaf.shape, mesh), paths, state)
     # Matrices that are read as they are kept, of DoRA's lengths and what quantisation makes of them, are not rounded.
-    rounds = all(each.lora_m is None and each.qat == "none" for each in maps)
+    rounds = all(each.lora_m is None and each.qat == "none" and each.matmul_dtype == "auto" for each in maps)
 
     def local(state, x):
         def whole(path, spec, leaf):

@@ -33,11 +33,13 @@ LAYER_INPUT = "layer_input"
 _saved = jax.checkpoint_policies
 
 
-def _matmul_or_attention(primitive, *_, **params) -> bool:
+def _matmul_or_attention(primitive, *arrays, **params) -> bool:
     """True for matmuls with weights, and for kernels that compute attention: their outputs are as small as theirs."""
     attention = primitive.name == "pallas_call" or primitive.name.startswith("dot_product_attention_fwd")
-    by_experts = params.get("name") == RESULT
-    return attention or by_experts or bool(_saved.dots_with_no_batch_dims_saveable(primitive, *_, **params))
+    named = params.get("name") == RESULT
+    if primitive.name == "dot_general" and arrays[0].dtype.itemsize == 1:  # sums that are scaled to what has the name
+        return False
+    return attention or named or bool(_saved.dots_with_no_batch_dims_saveable(primitive, *arrays, **params))
 
 
 # What is saved of each layer for the backward pass, which recomputes the rest.

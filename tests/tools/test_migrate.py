@@ -1954,6 +1954,14 @@ def test_training_for_weights_in_other_bits(tmp_path):
     assert "NVFP4" not in noted_from_verl(tmp_path, "actor_rollout_ref.actor.megatron.qat.enable=False")
 
 
+def test_matmuls_in_fp8_of_verl(tmp_path):
+    fp8 = "+actor_rollout_ref.actor.megatron.override_transformer_config.fp8=hybrid"
+    found = {"model": {"matmul_dtype": "fp8"}, "algorithm": {"importance_correction": "token_truncate"}}
+    expect(from_verl(tmp_path, fp8), **found)
+    chosen = {"algorithm": {"importance_correction": "sequence_truncate"}}
+    expect(from_verl(tmp_path, fp8, "algorithm.rollout_correction.rollout_is=sequence"), **(found | chosen))
+
+
 def test_runs_of_verl_that_start_anew_each_time(tmp_path):
     expect(from_verl(tmp_path, "trainer.resume_mode=disable"), checkpoint={"resume": "never"})
     noted = noted_from_verl(tmp_path, "trainer.resume_mode=disable")

@@ -100,12 +100,12 @@ def test_the_v1_engine_is_refused():
 
 
 def test_workers_of_ray_are_the_devices():
-    """And what is of Ray, of profilers and of fp8 products is named as such, not as unknown."""
+    """And what is of Ray and of profilers is named as such, not as unknown."""
     more = "ray_num_workers: 4\nray_storage_path: r\nfp8: true\nprofiler_wait_steps: 2"
     Path("a.yaml").write_text(YAML.replace("STAGE", "sft").replace("DATASET", "questions").replace("MORE", more))
     config, text = migrate("a.yaml", output="config.py", rows=160)
     assert config.batch.prompts == 2 * 4 * 4
-    assert "known key" not in text
+    assert "known key" not in text and config.model.matmul_dtype == "fp8"
     assert migrate("a.yaml", output="config.py", rows=160, devices=2)[0].batch.prompts == 2 * 4 * 2
 
 

@@ -373,6 +373,10 @@ def test_experts_and_reward_models_of_nemo_rl(tmp_path):
     assert (config.model.freeze_router, config.model.router_aux_loss_coef) == (True, 0.0)
     config, _ = command(tmp_path, model, f"{at}.enabled=true {at}.moe_router_load_balancing_type=aux_loss")
     assert config.model.router_aux_loss_coef is None
+    fp8 = f"{at}.fp8_cfg.enabled=true {at}.fp8_cfg.fp8=hybrid {at}.fp8_cfg.fp8_recipe=tensorwise"
+    config, text = command(tmp_path, f"{at}.enabled=true {fp8}")
+    assert (config.model.matmul_dtype, config.algorithm.importance_correction) == ("fp8", "token_truncate")
+    assert "known key" not in text and command(tmp_path, fp8)[0].model.matmul_dtype == "auto"
     assert command(tmp_path, f"{at}.enabled=true")[0].model.freeze_router is False  # of a model without experts
     config, _ = command(tmp_path, "data.default.env_name=reward_model env.reward_model.model_name=a/r")
     assert config.rewards.functions == ("model:a/r",)

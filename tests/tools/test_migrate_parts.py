@@ -113,6 +113,16 @@ def test_quantisation_aware_training_of_axolotl(moved, said, kind, noted):
     assert config.model.qat == kind and noted in text
 
 
+def test_matmuls_in_fp8(moved):
+    """Of samples, whose matmuls are in another type here, with a correction."""
+    config, text = moved(TREE | {"fp8": True, "fp8_enable_fsdp_float8_all_gather": True})
+    assert (config.model.matmul_dtype, config.algorithm.importance_correction) == ("fp8", "none")
+    assert "known key" not in text and moved(TREE | {"fp8": False})[0].model.matmul_dtype == "auto"
+    config, text = moved(TREE | {"fp8": True, "rl": "grpo", "trl": {"reward_funcs": ["r.f"], "num_generations": 2}})
+    assert (config.model.matmul_dtype, config.algorithm.importance_correction) == ("fp8", "token_truncate")
+    assert "fp8: samples are drawn with matmuls in model.dtype here" in text
+
+
 def test_modules_without_adapters_of_verl(moved):
     model = "actor_rollout_ref.model"
     said = (

@@ -251,6 +251,17 @@ def _of_trained_parts(config: ConfigDict) -> Iterator[str]:
             f"model.qat is {qat}, for which the matrices are trained as numbers, but {key} is {value}, with which they "
             f"are frozen: set model.qat to none, or leave {key} out"
         )
+    narrow, others = config.model.matmul_dtype, {"model.quantize": config.model.quantize, "model.qat": qat}
+    for key, value in ((key, value) for key, value in others.items() if value != "none" and narrow != "auto"):
+        yield (
+            f"model.matmul_dtype is {narrow}, into which matrices are converted for each matmul, but {key} is {value}, "
+            f"with which they have few bits already: set {key} to none, or model.matmul_dtype to auto"
+        )
+    if narrow != "auto" and config.model.dtype == "float32":
+        yield (
+            f"model.matmul_dtype is {narrow}, but model.dtype is float32, for which there is no reason beside matmuls "
+            "in 8 bits: set it to bfloat16, or model.matmul_dtype to auto"
+        )
 
 
 def check_average(config: ConfigDict) -> Iterator[str]:

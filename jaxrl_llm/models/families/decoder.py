@@ -120,6 +120,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 SETTINGS = (
     "dtype", "param_dtype", "fp32_head", "freeze_router", "attention", "remat", "lora", "quantize", "scan_layers",
     "vision_training", "layer_groups", "frozen_leaves", "qat", "quantize_experts", "mlp_tile_tokens",
+    "matmul_dtype",
 )  # fmt: skip
 
 

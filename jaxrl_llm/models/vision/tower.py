@@ -74,7 +74,8 @@ class Vision(nnx.Module):
     def __init__(self, config: VisionConfig, net: Any, rngs: nnx.Rngs):
         # Of the settings that matrices have, adapters are the tower's only where it is trained by them.
         lora = net.lora if net.vision_training == "lora" else None
-        own = dataclasses.replace(net, lora=lora, quantize="none", qat="none", init_scale=config.encoder.init_scale)
+        stays = {"quantize": "none", "qat": "none", "matmul_dtype": "auto"}
+        own = dataclasses.replace(net, lora=lora, init_scale=config.encoder.init_scale, **stays)
         self.config, self.has_axes = config, bool(net.rope_axes)
         if isinstance(config.encoder, PatchRowsConfig):
             shape = config.encoder

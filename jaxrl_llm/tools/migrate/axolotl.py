@@ -149,9 +149,11 @@ def _rest(draft: Draft, yaml: dict[str, Any], trainer: str, rows: int) -> None:
     for key in ("context_parallel_size", "sequence_parallel_degree"):
         if key in yaml:
             draft.set("mesh.context", int(yaml[key]), key)
+    if yaml.get("fp8"):
+        shared.fp8_matmuls(draft, "fp8")
     shared.tracked(draft, yaml, PROJECTS, RUN_NAMES)
     switches = (f"use_{name}" for name in TRACKERS)
-    draft.use("val_set_size", "bf16", "rl", "reward_model", "process_reward_model", "adapter", *switches)
+    draft.use("val_set_size", "bf16", "fp8", "rl", "reward_model", "process_reward_model", "adapter", *switches)
 
 
 def _model(draft: Draft, yaml: dict[str, Any]) -> None:

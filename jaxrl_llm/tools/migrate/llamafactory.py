@@ -55,7 +55,9 @@ def convert(source: Source, options: Options) -> Draft:
     if stage == "ppo":
         _proximal(draft, yaml)
     _trained(draft, yaml)
-    draft.use("stage", "do_train", "finetuning_type", "ray_num_workers")
+    if yaml.get("fp8"):
+        shared.fp8_matmuls(draft, "fp8")
+    draft.use("stage", "do_train", "finetuning_type", "fp8", "ray_num_workers")
     for key in ABSENT:
         if yaml.get(key):
             draft.use(key)

@@ -101,6 +101,10 @@ def convert(source: Source, options: Options) -> Draft:
         if draft.get(key) not in (None, harmless):
             draft.check(f"{draft.named(key)} = {draft.get(key)} has no equivalent: {why}")
         draft.use(key)
+    fp8 = f"{MEGATRON}.fp8_cfg.enabled"
+    if draft.get(f"{MEGATRON}.enabled") and draft.get(fp8):
+        shared.fp8_matmuls(draft, fp8)
+    draft.use(fp8)
     _length(draft, options)
     _rate(draft, "policy", "optimizer")
     if trainer == "ppo":

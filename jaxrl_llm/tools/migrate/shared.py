@@ -302,6 +302,19 @@ def microbatch_rows(draft: Draft, rows: int, minibatch: int, *keys: str, ours: s
     draft.set(ours, fitting, *keys)
 
 
+def fp8_matmuls(draft: Draft, *keys: str) -> None:
+    """Set the matmuls of training in fp8, and the correction that samples from a policy without them need."""
+    draft.set("model.matmul_dtype", "fp8", *keys)
+    if draft.values.get("algorithm.name") in schema.OFFLINE:
+        return
+    draft.check(
+        f"{keys[0]}: samples are drawn with matmuls in model.dtype here; algorithm.importance_correction corrects for "
+        "the difference"
+    )
+    if "algorithm.importance_correction" not in draft.values and "algorithm.rollout_correction" not in draft.values:
+        draft.set("algorithm.importance_correction", "token_truncate", keys[0])
+
+
 def check_punished_length(draft: Draft, key: str) -> None:
     """Note a length up to which theirs punishes long completions, where it is not that of the longest one."""
     longest = draft.get(key)

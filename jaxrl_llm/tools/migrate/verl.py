@@ -131,6 +131,9 @@ def convert(source: Source, options: Options) -> Draft:
         _sft(draft, devices)
     else:
         _online(draft, gpus, devices, version)
+    of_megatron = ("engine" if trainer == "sft" else f"{A}.megatron") + ".override_transformer_config"
+    if draft.get(key := f"{of_megatron}.fp8"):
+        shared.fp8_matmuls(draft, key)
     verl_run.trainer(draft, options)
     verl_run.learning_rate(draft, "optim" if trainer == "sft" else f"{A}.optim")
     return draft

@@ -9,6 +9,7 @@ import jax
 from jaxrl_llm.config import ConfigDict, ConfigError, batch_rows, with_correction
 from jaxrl_llm.config.schema import OFFLINE
 from jaxrl_llm.distributed.sharding import bytes_on_device, make_mesh
+from jaxrl_llm.models.kernels.eight_bit_matmul import check_matmul_dtype
 from jaxrl_llm.models.kernels.fused_attention import check_attention
 from jaxrl_llm.tools.plan.compiler import ProgramStats
 from jaxrl_llm.tools.plan.graders import compile_graders
@@ -215,6 +216,7 @@ def describe_for(config, target_: Target, mesh: Any = None) -> Shapes:
     dtype = target_.dtype if config.model.dtype == "auto" else config.model.dtype
     shapes = describe(config, mesh or target_.mesh, dtype, not target_.accelerator, target_.host)
     check_attention(shapes.net.config, target_.mesh.devices.flat[0].platform)
+    check_matmul_dtype(shapes.net.config, target_.device.name, target_.device.has_fp8)
     return shapes
 
 

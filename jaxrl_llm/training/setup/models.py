@@ -68,7 +68,7 @@ def net_options(config, head: str | None = None, on_cpu: bool | None = None) -> 
         "remat": remat, "scan_layers": c.scan_layers, "head": head, "quantize": c.quantize, "fp32_head": c.fp32_head,
         "quantize_experts": c.quantize_experts,
         "freeze_router": c.freeze_router, "attention": c.attention, "vision_training": c.vision, "qat": c.qat,
-        "mlp_tile_tokens": c.mlp_tile_tokens,
+        "mlp_tile_tokens": c.mlp_tile_tokens, "matmul_dtype": c.matmul_dtype,
     }  # fmt: skip
     return options if c.router_aux_loss_coef is None else options | {"router_aux_loss_coef": c.router_aux_loss_coef}
 

@@ -135,6 +135,8 @@ def experts_left_out(config, model: Model) -> list[str]:
             f"lora.targets: experts have no adapters and are not trained: {held}. With experts beside "
             f"{', '.join(config.lora.targets)} they are"
         )
+    if net.matmul_dtype != "auto":
+        found.append(f"model.matmul_dtype = {net.matmul_dtype!r} leaves the matmuls of experts in {net.dtype}: {held}")
     weights_dtype = config.rollout.weights_dtype
     narrow = config.algorithm.name not in OFFLINE and weights_dtype in BYTES
     if narrow and in_precision(model.net, weights_dtype).config.expert_quantize == "none":

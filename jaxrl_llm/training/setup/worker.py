@@ -218,7 +218,9 @@ def check_correction(config, engine: Engine) -> None:
         lossy.append(f"rollout.staleness is {config.rollout.staleness}")
     if config.rollout.partial_prompts:
         lossy.append(f"rollout.partial_prompts is {config.rollout.partial_prompts}")
-    if draws_from_another(engine.decoder, engine.net):
+    if engine.net.config.matmul_dtype != "auto":
+        lossy.append(f"model.matmul_dtype is {engine.net.config.matmul_dtype}, which sampling does without")
+    elif draws_from_another(engine.decoder, engine.net):
         lossy.append(f"rollout.weights_dtype is {engine.weights_dtype}")
     if engine.cache_dtype == "fp8":
         lossy.append("rollout.cache_dtype is fp8")

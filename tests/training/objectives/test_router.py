@@ -145,6 +145,8 @@ def test_experts_that_fewer_bits_and_adapters_leave_out_are_named_at_the_start(
     said = warnings(lora__rank=2, lora__targets=("q",), **left)
     assert "model.quantize_experts is none, which leaves the experts as they are: 1.84e-05 of" in said
     assert "model.param_dtype=bfloat16 halves them" in said
+    said = warnings(model__matmul_dtype="int8")
+    assert "model.matmul_dtype = 'int8' leaves the matmuls of experts in float32: 1.84e-05 of" in said
     half = warnings(lora__rank=2, model__param_dtype="bfloat16", **left)
     assert "as they are: 9.22e-06 of" in half and "halves them" not in half
     assert warnings(lora__rank=2, lora__targets=("q",), model__quantize="int8") == ""
