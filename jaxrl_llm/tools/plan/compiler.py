@@ -121,7 +121,8 @@ def traced_flops(jaxpr, trips: Trips = ()) -> float:
     """Return the operations of all matmuls in a (closed) jaxpr, on all devices together; in a loop once for each trip.
 
     A loop of unknown length that `trips` leaves out counts once; of branches the heaviest counts. The kernels here,
-    Pallas' and cuDNN's, are of causal attention and skip half of their blocks.
+    Pallas' and cuDNN's, are of causal attention and skip half of their blocks. Operations on numbers in 8 bits count
+    half, as matrix units compute twice as many of them.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     return sum(_flops(equation, trips) for equation in jaxpr.eqns)
@@ -131,8 +132,9 @@ def _flops(equation, trips: Trips) -> float:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        left, out = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-        return 2.0 * math.prod(out) * math.prod(left[i] for i in contracted)
+        left, out = equation.invars[0].aval, equation.outvars[0].aval.shape
+        rate = 2 if left.dtype.itemsize == 1 else 1
+        return 2.0 * math.prod(out) * math.prod(left.shape[i] for i in contracted) / rate
     if name.startswith("ragged_dot") or (name in ("pallas_call", "jit", "pjit") and params["name"] in GROUPED):
         # Rows `[m,k]` with one matrix each of g, `[m,n]` or parts `[s,m,n]` of that sum, or of rows `[m,k]` and `[m,n]`
         # the gradient of the matrices. Of experts that devices share each has rows for all, and computes its own.

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import math
 import re
 import types
 
@@ -24,6 +25,7 @@ from jaxrl_llm.models.layers import Linear
 from jaxrl_llm.models.logprobs import token_logps
 from jaxrl_llm.models.model import describe, load_model
 from jaxrl_llm.models.transformer import Transformer
+from jaxrl_llm.tools.plan.compiler import traced_flops
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 KINDS = ("fp8", "int8")
@@ -160,6 +162,14 @@ def test_in_16_bits(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_counts_them_at_twice_the_rate(kind):
+    x, kernel, gradient = draws()
+    work = [2.0 * math.prod(x.shape) * kernel.shape[1]] * 3
+    found = traced_flops(jax.make_jaxpr(functools.partial(products, kind=kind))(x, kernel, gradient))
+    assert found == (sum(work) / 2 if kind == "fp8" else work[0] / 2 + work[1] / 2 + work[2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_accelerators_multiply_the_codes(kind):
     """The matmuls of programs for GPUs and TPUs are of 8-bit numbers; a frozen matrix has two."""
     x, kernel, _ = (jnp.asarray(a) for a in draws())
@@ -233,8 +243,8 @@ def test_what_is_saved_for_the_backward_pass(kind):
         assert max(jax.tree.leaves(off)) < 0.02  # numbers that differ in the last bit may become neighbours in 8
     net = describe("embedded:sort", "bfloat16", matmul_dtype=kind, remat="dots").net
     saved = jax.eval_shape(lambda params: jax.vjp(functools.partial(logps, net), params)[1], net.shapes())
-    kept = [x for x in jax.tree.leaves(saved) if x.ndim == 3 and x.shape[1] == TOKENS.size]
-    assert {str(x.dtype) for x in kept} == {"bfloat16"} and len(kept) == 7
+    shapes = {(net.config.layers, TOKENS.size, size) for size in (net.config.width, net.config.ffn)}
+    assert [str(x.dtype) for x in jax.tree.leaves(saved) if x.shape in shapes] == ["bfloat16"] * 7
 
 
 def test_sampling_does_without():
@@ -298,7 +308,7 @@ def test_a_run(root, tmp_path, config, kind):
     if config == "grpo":
         first = result.metrics[0]
         assert first["ratio/mean"] == pytest.approx(1, abs=1e-5) and abs(first["ratio/kl"]) < 1e-5
-        assert 1e-4 < first["sampling/sampling_logp_difference/max"] < 0.3
+        assert 1e-4 < first["sampling/sampling_logp_difference/max"] < 1
 
 
 def test_samples_of_another_policy_are_corrected_for(root, tmp_path):
