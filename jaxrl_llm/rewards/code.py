@@ -209,7 +209,7 @@ def _parse(row: int, tests: Any, name: str | None = None) -> list[Any]:
         if all(isinstance(test, dict) and test.keys() >= set(KEYS) for test in tests):
             of_calls = [test.get("fn_name") or test.get("testtype") == "functional" for test in tests]
             names = [test.get("fn_name") or _func_name(test.get("metadata")) or name or "" for test in tests]
-            if not any(of_calls):
+            if not any(of_calls) and all(test["output"] is not None for test in tests):
                 return [(_as_text(test["input"]), _as_text(test["output"])) for test in tests]
             if all(of_calls) and all(names):
                 return [_call(row, called, test) for called, test in zip(names, tests, strict=True)]
@@ -230,6 +230,8 @@ def _call(row: int, name: str, test: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(arguments, str):
             arguments = [json.loads(line) for line in arguments.split("\n") if line.strip()]
             result = json.loads(result) if isinstance(result, str) else result
+        if not isinstance(arguments, (list, tuple)):  # of a dictionary, list() has the keys
+            raise TypeError("they are no list")
         is_wrapped = "fn_name" in test and isinstance(result, (list, tuple)) and len(result) == 1
         call = {"function": name, "arguments": list(arguments), "results": [result, *(result if is_wrapped else ())]}
         marshal.dumps(call)
@@ -295,6 +297,8 @@ def _names(sources: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _as_text(value: Any) -> str:
+    if value is None:  # an input that is left out
+        return ""
     return "\n".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 

@@ -228,7 +228,7 @@ def test_calls_of_humaneval_and_livecodebench():
     assert code_tests(programs, [test] * 5) == [1.0, 1.0, 1.0, 1.0, 0.0]
     assert code_tests(programs[:1], ["assert Solution().g([2, 4]) == 8"]) == [0.0]
 
-    for arguments in ("[1", [object()]):
+    for arguments in ("[1", [object()], {"a": 1}):
         with pytest.raises(RewardError, match="cannot read the call of f of row 0"):
             code_tests(["x"], [{"fn_name": "f", "inputs": [arguments], "outputs": [1]}])
 
@@ -253,6 +253,13 @@ def test_tests_of_pytest_and_unittest_are_run(tests):
 def test_limits_are_above_0(seconds):
     with pytest.raises(RewardError, match="limit seconds is a number above 0"):
         code_tests(["x"], [["assert x"]], seconds=seconds)
+
+
+def test_inputs_and_outputs_that_are_left_out():
+    program = "import sys; print(repr(sys.stdin.read()))"
+    assert code_tests([program], [[{"input": None, "output": "''"}]]) == [1.0]
+    with pytest.raises(RewardError, match="code_tests cannot read the tests of row 0"):
+        code_tests([DOUBLE], [[{"input": "1", "output": None}]])
 
 
 def test_tests_that_are_no_python_are_warned_of():
