@@ -14,6 +14,7 @@ import functools
 import inspect
 import itertools
 import json
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -270,13 +271,17 @@ def accepted(name: str, grader: Any, inputs: dict[str, list[Any]], services: Ite
                 )
             plurals[parameter.name] = inputs[column]
         if is_ours and parameter.name == "answer":
-            for row, wanted in enumerate(plurals.get("answer", inputs.get("answer", ()))):
+            answers = plurals.get("answer", inputs.get("answer", ()))
+            for row, wanted in enumerate(answers):
                 if isinstance(wanted, list | tuple | Mapping):
                     raise RewardError(
                         f"reward {name!r} compares a completion with one answer, but that of row {row} is "
                         f"{shorten(wanted, 80)}: make it a text or a number (data.format takes a function of a row), "
                         "or write a reward of your own, my_rewards.py:function"
                     )
+            # An empty field of a table is NaN, the one number that differs from itself.
+            answers = [None if isinstance(x, numbers.Real) and x != x else x for x in answers]
+            inputs, plurals = {**inputs, "answer": answers}, {**plurals, "answer": answers}
     if takes_any(grader):
         # An option that a specification sets is not overwritten by a column of the same name.
         options = grader.keywords if isinstance(grader, functools.partial) else {}

@@ -532,6 +532,13 @@ def test_answers_that_are_lists_are_refused(name, column):
     assert grade(own, ["5"], {"answer": [["5", "five"]]}).tolist() == [[1.0]]
 
 
+@pytest.mark.parametrize("name", ["exact_match", "boxed_accuracy", "gsm8k_accuracy", "numeric_answer"])
+def test_empty_fields_of_a_table_are_no_answers(name):
+    completions, answers = ["nan", r"\boxed{nan}", "#### 5"], [float("nan"), np.float32("nan"), None]
+    assert np.isnan(load_rewards(name)(["p"] * 3, completions, [[1]] * 3, {"answer": answers})).all()
+    assert load_rewards(name)(["p"], ["9" * 400], [[1]], {"answer": [10**400]}).tolist() == [[0.0]]
+
+
 def test_right_answers_in_columns_of_other_libraries():
     """As `solution` of TRL's accuracy_reward; `answer` goes before them, and functions of the user's own are strict."""
 
