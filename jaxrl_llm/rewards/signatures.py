@@ -270,9 +270,9 @@ def accepted(name: str, grader: Any, inputs: dict[str, list[Any]], services: Ite
                     f"are {', '.join(inputs)}; {way_out}"
                 )
             plurals[parameter.name] = inputs[column]
-        if is_ours and parameter.name == "answer":
-            answers = plurals.get("answer", inputs.get("answer", ()))
-            for row, wanted in enumerate(answers):
+        if is_ours and is_required and parameter.name in ("answer", "tests"):
+            values = plurals.get(parameter.name, inputs.get(parameter.name, ()))
+            for row, wanted in enumerate(values if parameter.name == "answer" else ()):
                 if isinstance(wanted, list | tuple | Mapping):
                     raise RewardError(
                         f"reward {name!r} compares a completion with one answer, but that of row {row} is "
@@ -280,8 +280,7 @@ def accepted(name: str, grader: Any, inputs: dict[str, list[Any]], services: Ite
                         "or write a reward of your own, my_rewards.py:function"
                     )
             # An empty field of a table is NaN, the one number that differs from itself.
-            answers = [None if isinstance(x, numbers.Real) and x != x else x for x in answers]
-            inputs, plurals = {**inputs, "answer": answers}, {**plurals, "answer": answers}
+            plurals[parameter.name] = [None if isinstance(x, numbers.Real) and x != x else x for x in values]
     if takes_any(grader):
         # An option that a specification sets is not overwritten by a column of the same name.
         options = grader.keywords if isinstance(grader, functools.partial) else {}

@@ -536,7 +536,8 @@ def test_answers_that_are_lists_are_refused(name, column):
 def test_empty_fields_of_a_table_are_no_answers(name):
     completions, answers = ["nan", r"\boxed{nan}", "#### 5"], [float("nan"), np.float32("nan"), None]
     assert np.isnan(load_rewards(name)(["p"] * 3, completions, [[1]] * 3, {"answer": answers})).all()
-    assert load_rewards(name)(["p"], ["9" * 400], [[1]], {"answer": [10**400]}).tolist() == [[0.0]]
+    assert load_rewards(name)(["p"], ["9" * 300], [[1]], {"answer": [10**400]}).tolist() == [[0.0]]
+    assert np.isnan(load_rewards("code_tests")(["p"], ["x"], [[1]], {"tests": [float("nan")]})).all()
 
 
 def test_right_answers_in_columns_of_other_libraries():
