@@ -157,6 +157,7 @@ class Agents:
 
     def _start_of(self, task: Mapping[str, Any]) -> Start:
         value = task.get("agent") if self.spec.others else None
+        value = None if value != value else value  # NaN, an empty field of a table
         if value not in self.starts:
             known = ", ".join(map(repr, self.spec.others))
             raise EpisodeError(

@@ -62,7 +62,7 @@ def test_rows_name_their_agent():
         raise ValueError("no luck")
 
     others = {"two": lambda task: task["n"] * 2, "broken": broken}
-    tasks = [{"n": 1}, {"n": 2, "agent": "two"}, {"n": 3, "agent": None}, {"n": 4, "agent": "broken"}]
+    tasks = [{"n": 1}, {"n": 2, "agent": "two"}, {"n": 3, "agent": float("nan")}, {"n": 4, "agent": "broken"}]
     outcomes = run(lambda task: task["n"], tasks, others=others)
     assert [outcome.reward for outcome in outcomes] == [1.0, 4.0, 3.0, None]
     assert outcomes[3].failure == f"ValueError: no luck ({__file__}:{broken.__code__.co_firstlineno + 1})"
