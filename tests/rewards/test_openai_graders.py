@@ -91,6 +91,7 @@ def test_a_formula_without_a_value_scores_0():
         ("log(a)", "ValueError"),
         ("1 / a", "ZeroDivisionError"),
         ("(a - 1) ^ 0.5", "no finite number"),
+        ("0 * 9 ^ 9 ^ (9 - 8 * a)", "OverflowError"),  # of integers it would take for ever
     ):
         grader = {"type": "multi", "name": "m", "graders": {"a": check("eq")}, "calculate_output": formula}
         with pytest.warns(UserWarning, match=f"calculate_output of the grader 'm' .*{error}.*: score 0"):
