@@ -351,11 +351,10 @@ def _callable_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not all(isinstance(function, Mapping) and isinstance(function.get("name"), str) for function in functions):
         raise BadRequestError('tools takes a list of {"type": "function", "function": {"name": ...}}', param="tools")
     names = [tool["function"].get("name") for tool in tools]
-    for function in functions:
-        if not isinstance(parameters := function.get("parameters") or {}, Mapping):
+    for name, tool in zip(names, tools, strict=True):
+        if not isinstance(parameters := tool["function"].get("parameters") or {}, Mapping):
             raise BadRequestError(
-                f"tools has the parameters {parameters!r:.100} of {function['name']!r:.100}; they are an object, a "
-                "JSON schema",
+                f"tools has the parameters {parameters!r:.100} of {name!r:.100}; they are an object, a JSON schema",
                 param="tools",
             )
     if isinstance(choice, Mapping):
