@@ -186,7 +186,9 @@ def _attribute(name: str, module: ModuleType, attribute: str) -> Any:
     known = sorted(_public_callables(module))
     listed = f"; it defines {', '.join(known)}" if 0 < len(known) <= MOST_LISTED else ""
     near = f"{listed}; the closest is {closest(attribute, known)}" if known else ""
-    raise ConfigError(f"cannot find {name!r}: {module.__file__} has no {attribute!r}{near}")
+    # A folder without __init__.py is a module without a file, as are some of Python's own.
+    where = getattr(module, "__file__", None) or f"the module {module.__name__}"
+    raise ConfigError(f"cannot find {name!r}: {where} has no {attribute!r}{near}")
 
 
 def import_module(where: str, name: str) -> ModuleType:

@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
 
 import uvicorn
 from starlette.requests import Request
@@ -121,6 +122,23 @@ class Gateway:
         """The completions of a request, which its session keeps; `of` as in `endpoints.complete`."""
         body = await server.body(request)
         session = self._session(request.path_params.get("id", str(body.get("model"))))
+        try:
+            answer, other = await self._asked(server, request, session, body, chat, of)
+        except BadRequestError as error:
+            session.refused = str(error)
+            raise
+        return await answered(server, request, answer, other)
+
+    async def _asked(
+        self,
+        server: Server,
+        request: Request,
+        session: Session,
+        body: dict[str, Any],
+        chat: bool,
+        of: Callable[..., Translated] | None,
+    ) -> "tuple[KeptAnswer, Translated | None]":
+        """The answer that a call of a session begins, and the call in another API's form. Raises BadRequestError."""
         call, other = Call(session), None
         if of is not None:
             other = of(body, session.conversations, server.template)
@@ -133,8 +151,7 @@ class Gateway:
             if asked.guide is not None:  # compiled the first time, and one that cannot be is no call of the session
                 await asyncio.to_thread(server.guides.grammar, *asked.guide)
             with self.lock:
-                answer = KeptAnswer(server, call.bounded(asked), call, self.lock)
-        return await answered(server, request, answer, other)
+                return KeptAnswer(server, call.bounded(asked), call, self.lock), other
 
     async def count_tokens(self, server: Server, request: Request) -> Response:
         """The tokens that the prompt of a call of Anthropic's Messages API would have; it is none of the session."""

@@ -94,6 +94,7 @@ class Session:
         self.sub_agents: list[Session] = []
         self.branches: list[Branch] = []  # in the order in which their last turns ended
         self.over: str | None = None  # why it takes no more calls
+        self.refused: str | None = None  # why its last call that was refused was
         self.calls = self.sampled = self.retokenised = 0
         self.asked: Counter[bytes] = Counter()  # calls by the digest of their prompts
         self.handles: set[Handle] = set()  # of calls under way

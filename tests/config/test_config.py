@@ -937,6 +937,8 @@ def test_resolve_file(tmp_path, monkeypatch):
         ("json:dump_all", ["no 'dump_all'", "dumps", "the closest is dump"]),
         ("missing.py:f", ["no file missing.py"]),
         ("my.py:grde", ["my.py has no 'grde'", "the closest is grade"]),
+        ("folder:grade", ["the module folder has no 'grade'"]),
+        ("sys:grade", ["the module sys has no 'grade'"]),
         ("broken.py:f", ["broken.py:2", "ZeroDivisionError"]),
         ("needs:f", ["importing 'needs'", "no_such_dependency"]),
         ("fails:f", ["importing 'fails'", "ZeroDivisionError"]),
@@ -946,6 +948,7 @@ def test_resolve_errors(tmp_path, monkeypatch, name, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     write(tmp_path, "def grade(x):\n    return x\n")
+    (tmp_path / "folder").mkdir()
     write(tmp_path, "\n1 / 0\n", "broken.py")
     write(tmp_path, "import no_such_dependency\n", "needs.py")
     write(tmp_path, "1 / 0\n", "fails.py")

@@ -189,6 +189,15 @@ def test_a_request_that_is_refused_is_no_call(play):
     _, episodes = play(agent, [{"prompt": "sort:4821="}], calls=1)
     assert episodes.reasons == [None] * K and [session.calls for session in episodes.sessions] == [1] * K
 
+    def too_long(base_url, api_key):
+        client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=1000)
+        with client, pytest.raises(openai.BadRequestError):
+            client.completions.create(model="m", prompt="x" * 500)
+        return 1.0
+
+    with pytest.raises(ConfigError, match="no call of the agent was answered; one was refused: the prompt has 500 tok"):
+        play(too_long, [{"prompt": "sort:4821="}])
+
 
 @pytest.mark.slow
 def test_a_connection_is_kept_between_two_calls(play):

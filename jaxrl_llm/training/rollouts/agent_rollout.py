@@ -133,10 +133,10 @@ class AgentEpisodes:
         self.rows = [session_row(session, longest, branches) for session in sessions]
         self.rewards = [_reward(session, outcome) for session, outcome in zip(sessions, outcomes, strict=True)]
         self.reasons = [  # why a session has no reward
-            outcome.failure or ("the agent made no call" if row is None else "the agent gave no reward")
+            outcome.failure or (_without_call(session) if row is None else "the agent gave no reward")
             if reward is None or row is None
             else None
-            for outcome, row, reward in zip(outcomes, self.rows, self.rewards, strict=True)
+            for session, outcome, row, reward in zip(sessions, outcomes, self.rows, self.rewards, strict=True)
         ]
         self.failed = np.asarray([reason is not None for reason in self.reasons])
 
@@ -370,6 +370,12 @@ def _joined(images: Sequence[Tiles]) -> Tiles | None:
     held = tuple(image for tiles in images for image in tiles.images)
     alike = all(tiles.processor is images[0].processor for tiles in images)
     return Tiles(held, images[0].processor, sum(map(len, images)), () if alike else tuple(images))
+
+
+def _without_call(session: Session) -> str:
+    """The reason why a session has no row."""
+    refused = [one.refused for one in session.family() if one.refused is not None]
+    return f"no call of the agent was answered; one was refused: {refused[-1]}" if refused else "the agent made no call"
 
 
 def _total(reward: Reward) -> float:
