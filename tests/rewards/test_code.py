@@ -253,6 +253,8 @@ def test_tests_of_pytest_and_unittest_are_run(tests):
 def test_limits_are_above_0(seconds):
     with pytest.raises(RewardError, match="limit seconds is a number above 0"):
         code_tests(["x"], [["assert x"]], seconds=seconds)
+    with pytest.raises(RewardError, match=r"limit memory_mb is a whole number, not 100\.5"):
+        code_tests([ADD], [["assert add(1, 1) == 2"]], memory_mb=100.5)
 
 
 def test_inputs_and_outputs_that_are_left_out():

@@ -61,7 +61,7 @@ class Limits:
     files together where the folder is in memory (the wall "files namespace"). At `deadline`, by time.monotonic(), the
     program is ended too, and has no result: TimeUpError is raised.
 
-    Raises RewardError: a limit that is not above 0.
+    Raises RewardError: a limit that is not above 0, or a fraction of anything but seconds.
     """
 
     seconds: float = 10.0
@@ -76,6 +76,8 @@ class Limits:
         for name, value in vars(self).items():
             if not (value > 0 and (math.isfinite(value) or name == "deadline")):
                 raise RewardError(f"a program's limit {name} is a number above 0, not {value!r}")
+            if name not in ("seconds", "deadline") and not isinstance(value, int):
+                raise RewardError(f"a program's limit {name} is a whole number, not {value!r}")
 
 
 @dataclass(frozen=True)
