@@ -200,7 +200,10 @@ class Rewards:
         self.names = reward_names(self.functions)
         if required and not self.names:
             raise RewardError("there is no reward function; name one in rewards.functions, such as exact_match")
-        weights = [1.0] * len(self.names) if weights is None or len(weights) == 0 else weights
+        try:
+            weights = list(map(float, () if weights is None else weights)) or [1.0] * len(self.names)
+        except (TypeError, ValueError):
+            raise RewardError(f"rewards.weights is {weights!r}; it is one number for each function") from None
         if len(weights) != len(self.names):
             raise RewardError(
                 f"rewards.weights has {amount(len(weights), 'number')} for {amount(len(self.names), 'function')} "

@@ -198,6 +198,9 @@ def test_weights():
     weights = load_rewards([length, length], [0.5, 2]).weights
     assert weights.dtype == np.float32
     assert weights.tolist() == [0.5, 2]
+    for wrong in (1.0, ["high"], [None]):
+        with pytest.raises(RewardError, match=r"rewards.weights is .*; it is one number for each function"):
+            load_rewards("exact_match", wrong)
     with pytest.raises(RewardError, match=re.escape("rewards.weights has 1 number for 2 functions (length, length_2)")):
         load_rewards([length, length], [1.0])
     with pytest.raises(RewardError, match="every weight is a finite number"):
