@@ -13,8 +13,9 @@ from typing import NamedTuple
 LONGEST = 4000  # digits of a number that is computed with, its powers of ten included; longer ones are text
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 
-# A comma counts as a thousands separator only (1,234 and 12,34,567): 1,2 is a pair and not the number 12.
-_DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,2}(?:,\d{2}){1,9},\d{3}(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+# A comma counts as a thousands separator only (1,234 and 12,34,567): 1,2 is a pair and not the number 12. The point of
+# ...5 is one of three.
+_DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,2}(?:,\d{2}){1,9},\d{3}(?!\d)|\d+)(?:\.\d+)?|(?<!\.)\.\d+)"
 _TIMES = r"\s?(?:\\times|\\cdot|×|·|\*|x)\s?"
 # In this order: one and a half as 1 1/2; a/b; a number with an exponent, times a power of ten, to a power, in millions.
 _NUMBER = rf"""(?:
