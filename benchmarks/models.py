@@ -330,8 +330,10 @@ difference.
   GLM-4.7-Flash, which has the attention too. Folders of the type `kimi_k2` are DeepSeek-V3's in form: they are read and
   exported as a `deepseek_v3`.
 - Sparse attention (DeepSeek-V3.2, GLM-5, Mistral Large 4, Hunyuan 4): a token attends to the `index_topk` tokens that
-  its indexer rates best, exactly so many, in training, prefill and decoding; all latents are computed with, and those
-  of others masked. Rows of up to `index_topk` tokens are not rated. The choice has no gradient: training keeps the
+  its indexer rates best, exactly so many, in training, prefill and decoding. Rows of up to `index_topk` tokens are not
+  rated; longer ones are computed in blocks of queries, whatever `model.attention`, and in rows many times as long
+  queries read copies of the latents that are chosen for them and no others
+  ([performance](performance.md#recurrent-layers-and-latent-attention)). The choice has no gradient: training keeps the
   indexer as it is, without moments, and it has no adapters. An indexer may serve the layers behind its own too
   (`indexer_types`). In Mistral Large 4, whose text part has the type `mistral_large4_text`, layers may also read the
   latents of an earlier one (`kv_source_layers`), which are cached once.
@@ -354,12 +356,12 @@ difference.
 - Attention to blocks (MiniMax-M3): each key/value head sees the `index_topk_blocks` blocks of `index_block_size` tokens
   that its indexer rates best, the latest `index_local_blocks` among them, in training, prefill and decoding. Blocks are
   counted from the start of a document, where transformers counts them from the start of a row: padding on the left
-  changes what it computes, and nothing here. Longer rows need a mask for each head, which `flash` and `splash` refuse;
-  rows of a group share no prefix (`batch.packing`). Training keeps the indexer as it is.
+  changes what it computes, and nothing here. Longer rows are computed in blocks of queries, as above; rows of a group
+  share no prefix (`batch.packing`). Training keeps the indexer as it is.
 - Attention to blocks by their mean keys (QSA, Qwen4-Exp): each complete block of `indexer_compress_ratio` tokens,
   counted from the start of a document, is rated by the mean of its tokens' keys, normed and rotated as its first token.
   A token sees the best blocks, `indexer_budget` tokens together, and those behind the last complete one. Longer rows
-  are refused by `flash` and `splash`, and no prefix is shared, as above; training keeps the indexer.
+  are computed in blocks of queries, and no prefix is shared, as above; training keeps the indexer.
 - Gated streams of hidden states (`hc_count`, Qwen4-Exp): mixer and feed-forward read a mean of them, of which each
   number has a gate by a low-rank map, and each stream takes a share of its own of what they give.
 - Embeddings of n-grams (`ple_layer_ids`, Qwen4-Exp): tables of a layer that hashes of the last tokens look up, with

@@ -10,12 +10,13 @@ which are the 6 N of full fine-tuning, and 4 N of what is frozen beside adapters
 something is trained have no backward pass. N counts the k experts that a token goes to and the head, and no embedding,
 which is looked up. Of k experts of which some compute nothing it counts the share that experts which compute have in
 all. `mixing` is what mixers do besides: of attention, 2 H (d_k + d_v) for each token that a token sees, itself
-included, and so half of the T^2 pairs of a row.
+included, and so half of the T^2 pairs of a row. Where tokens are chosen, attention is to those alone, and the forward
+pass rates those before.
 """
 
 import collections
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,10 +54,16 @@ def row_flops(net: Net, segments: jax.Array) -> RowFlops:
 
     tokens, (frozen, trained), first = total(1), matmul_parameters(net), _first_trained_layer(net)
     mixing = {below: jnp.zeros(len(segments), jnp.float32) for below in (True, False)}
+    rating = 0.0  # of the tokens that are chosen from, which has no backward pass
     kinds = ((kind, layer < first) for layer, kind in enumerate(net.config.layer_configs))
     for (kind, below), count in collections.Counter(kinds).items():
-        mixing[below] += count * kind.mixer.flops(net.config.of(kind), tokens, pairs(kind.window))
-    forward = 2.0 * (frozen + trained) * tokens + mixing[True] + mixing[False]
+        mixer: Any = kind.mixer
+        config, seen = net.config.of(kind), pairs(kind.window)
+        if hasattr(mixer, "rating") and not mixer.reads_mask(config, segments.shape[1]):
+            rating += count * mixer.rating(config, tokens, seen)
+            seen = total(mixer.attended(config, places))
+        mixing[below] += count * mixer.flops(config, tokens, seen)
+    forward = 2.0 * (frozen + trained) * tokens + mixing[True] + mixing[False] + rating
     passed, _ = matmul_parameters(net, first)
     return RowFlops(forward, (2.0 * (frozen - passed) + 4.0 * trained) * tokens + 2.0 * mixing[False])
 

@@ -371,18 +371,19 @@ def _layout(
         runs = image_runs(jnp.where(in_prompt, 0, -1), segments)
     elif images is not None and both_ways:
         runs = image_runs(images.index, segments)
-    sparse = bool(c.index_top) and tokens.shape[1] > c.index_top
-    by_mask = sparse or prefixes is not None or runs is not None or is_in_chunks(c, tokens.shape[1])
+    length = tokens.shape[1]
+    by_mask = prefixes is not None or runs is not None or is_in_chunks(c, length)
+    kinds = [kind for kind in c.layer_configs if getattr(kind.mixer, "reads_mask", _always)(c.of(kind), length)]
     # Some kernels read segments, and a mask [N,T,T] only where segments do not say it all.
-    kernels = {implementation(c.of(kind), tokens.shape[1], by_mask) for kind in c.layer_configs}
-    unmasked = {"flash", "splash"} if c.index_block else {"flash"}  # the latter has no mask of each head
-    if by_mask and kernels & unmasked:
+    kernels = {implementation(c.of(kind), length, by_mask) for kind in kinds}
+    if by_mask and "flash" in kernels:
         raise ConfigError(
             f"model.attention = {c.attention!r} reads no mask, which rows that share a prefix (batch.packing), "
-            "whose images are seen in both directions or that are longer than a chunk of the attention, or than "
-            "the tokens that sparse attention chooses, need: use 'auto', 'cudnn' or 'xla'"
+            "whose images are seen in both directions or that are longer than a chunk of the attention need: use "
+            "'auto', 'cudnn' or 'xla'"
         )
-    mask = None if kernels <= BY_SEGMENTS and not by_mask else attention_mask(segments, prefixes, runs)
+    masked = kernels if by_mask else kernels - BY_SEGMENTS
+    mask = attention_mask(segments, prefixes, runs) if masked else None
     sliding_mask = mask if both_ways == "sliding" else None
     mask = mask if sliding_mask is None else attention_mask(segments, prefixes)
     # Of models with axes also where no row has images, so that their caches can be put together.
@@ -393,8 +394,13 @@ def _layout(
     inv_freq = long_row_frequencies(c.rope, c.rotated_size, segments, positions)
     whole = runs if c.sees_prompts and c.sliding_layers else None  # those of images are seen within the window
     return AttentionInputs(
-        positions, segments, mask, by_mask, runs is None, sliding_mask, whole, inv_freq, rotary, shift
-    )
+        positions, segments, mask, by_mask, runs is None, sliding_mask, whole, inv_freq, rotary, shift,
+        prefixes=prefixes,
+    )  # fmt: skip
+
+
+def _always(config: ModelConfig, length: int) -> bool:
+    return True
 
 
 def _by_run(config: ModelConfig, experts) -> tuple:

@@ -37,6 +37,7 @@ from jaxrl_llm.models.files.safetensors import Files
 from jaxrl_llm.models.kernels.decode_attention import decode_attention
 from jaxrl_llm.models.kernels.fused_attention import splash_attention
 from jaxrl_llm.models.logprobs import token_logps
+from jaxrl_llm.models.mixers import compressed_attention, query_blocks
 from jaxrl_llm.models.mixers.attention import Attention, KeyValues
 from jaxrl_llm.models.model import Model, init_sharded, load_model, save_hf
 from jaxrl_llm.models.model_config import ModelConfig
@@ -61,6 +62,7 @@ from jaxrl_llm.training.transformations import scale_by_galore
 from jaxrl_llm.training.update import init_state, make_update
 from tests.models import test_tiled_mlp as tiled
 from tests.models.kernels.test_fused_attention import dense, outputs_and_gradients
+from tests.models.mixers import test_query_blocks as chosen
 from tests.rollout.test_multi_turn import Echo
 from tests.training.packing.test_packed_updates import GROUP, config_of, online_batch, packer_of
 from tests.training.packing.test_packed_updates import SHAPE as PACKED
@@ -622,6 +624,25 @@ def test_fused_attention_of_a_mesh(sizes, masked):
     with jax.set_mesh(mesh):
         found = outputs_and_gradients(splash, *rows_to_global((*arrays, segments != 0), mesh))
     assert_close(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pay", [False, True], ids=["mask", "copies"])
+@pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (1, 2, 1, 4)], ids=str)
+@pytest.mark.parametrize("name", chosen.CONFIGS)
+def test_chosen_tokens_of_a_mesh(name, sizes, pay, monkeypatch):
+    """Blocks of queries have tokens of every shard of the positions; heads that the mesh divides have complete rows."""
+    net, (tokens, segments) = Net(chosen.CONFIGS[name]), chosen.rows(44)
+    params, mesh = jax.jit(net.init)(jax.random.key(0)), make_mesh(*sizes)
+    expected = chosen.logits_and_gradients(net, params, tokens, segments)
+    for module in chosen.MODULES:
+        monkeypatch.setattr(module, "copies_pay", lambda *_: pay)
+    monkeypatch.setattr(compressed_attention, "SMALLEST_BLOCK", 4)
+    monkeypatch.setattr(query_blocks, "BLOCK_BYTES", 1)  # blocks of eight
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, shardings(params, mesh))
+        found = chosen.logits_and_gradients(net, placed, tokens, segments)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-3), found, expected)
 
 
 @pytest.mark.slow

@@ -112,9 +112,13 @@ class Attention(nnx.Module):
         return 2.0 * config.heads * (config.head_dim + config.value_size) * pairs
 
     def prefill(
-        self, x, inputs: AttentionInputs, arrays: AttentionArrays
+        self, x, inputs: AttentionInputs, arrays: AttentionArrays, choosing=None
     ) -> tuple[jax.Array, KeyValues | ShiftedKeyValues | tuple[()]]:
-        """Output `[N,T,D]` and the layer's own keys and values `[N,J,T,d]`."""
+        """Output `[N,T,D]` and the layer's own keys and values `[N,J,T,d]`.
+
+        Where tokens attend to some of those before, `choosing(config, q, k, v, inputs, sinks=)` is in the place of
+        `attend`.
+        """
         if inputs.inv_freq is not None:  # a layer without rotary positions has none in long rows either
             arrays = arrays._replace(inv_freq=jnp.sign(arrays.inv_freq) * inputs.inv_freq)
         positions = inputs.positions if inputs.rotary is None else inputs.rotary
@@ -125,7 +129,10 @@ class Attention(nnx.Module):
         if k is None or v is None:
             k, v = (a.swapaxes(1, 2) for a in inputs.shared)
             return self._output(attend(self.config, q, k, v, inputs, window, self._sinks()), gate, x), ()
-        out = attend(self.config, q, k, v, inputs, window, self._sinks())
+        if choosing is None:
+            out = attend(self.config, q, k, v, inputs, window, self._sinks())
+        else:
+            out = choosing(self.config, q, k, v, inputs, sinks=self._sinks())
         cache = KeyValues(*(constrain(a.swapaxes(1, 2), "rows", "heads", None, None) for a in (k, v)))
         if inputs.shift is not None:
             cache = ShiftedKeyValues(*cache, inputs.shift)
@@ -138,12 +145,13 @@ class Attention(nnx.Module):
         prompt: KeyValues | ShiftedKeyValues,
         cache: KeyValues,
         arrays: AttentionArrays,
-        chosen: tuple[jax.Array, jax.Array] | None = None,
+        choosing=None,
     ) -> tuple[jax.Array, KeyValues]:
         """The next W tokens of each row: output `[G,R*W,D]` and the row cache with their keys and values.
 
         `prompt` `[G,J,P,d]` is stored once per prompt and read by its R rows, never copied for them; `cache`, made by
-        `empty_cache`, is each row's own. `chosen` is as in `attend_next`.
+        `empty_cache`, is each row's own. `choosing(config, q, prompt, cache, inputs, sinks=)` may be in the place of
+        `attend_next`.
         """
         positions = inputs.positions[:, :, None]
         if isinstance(prompt, ShiftedKeyValues):
@@ -154,7 +162,10 @@ class Attention(nnx.Module):
         if k is not None and v is not None:
             k, v = (a.reshape(*q.shape[:3], *a.shape[3:]) for a in (k, v))
             cache = _write(cache, k, v, inputs.length)
-        out = attend_next(self.config, q, prompt, cache, inputs, arrays.window, self._sinks(), chosen)
+        if choosing is None:
+            out = attend_next(self.config, q, prompt, cache, inputs, arrays.window, self._sinks())
+        else:
+            out = choosing(self.config, q, prompt, cache, inputs, sinks=self._sinks())
         return self._output(out, gate, x), cache
 
     @staticmethod
@@ -168,7 +179,7 @@ class Attention(nnx.Module):
             names = (*(None,) * (len(lead) - 1), "rows", None, *("heads" if dim == "j" else None for dim in dims))
             return constrain(jnp.zeros((*lead, rows, *(sizes[dim] for dim in dims)), of_prompt.dtype), *names)
 
-        return KeyValues(*map(zeros, (prompt.k, prompt.v), _row_dims()))
+        return KeyValues(*map(zeros, (prompt.k, prompt.v), row_dims()))
 
     @staticmethod
     def grow_cache(cache: KeyValues, size: int) -> KeyValues:
@@ -178,7 +189,7 @@ class Attention(nnx.Module):
             axis = x.ndim - 3 + dims.index("c")
             return jnp.pad(x, [(0, size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)])
 
-        return KeyValues(*(grown(x, dims) for x, dims in zip(cache, _row_dims(), strict=True)))
+        return KeyValues(*(grown(x, dims) for x, dims in zip(cache, row_dims(), strict=True)))
 
     @staticmethod
     def prompt_cache(
@@ -195,7 +206,7 @@ class Attention(nnx.Module):
             padded = jnp.pad(x, [(size if axis == x.ndim - 2 else 0, 0) for axis in range(x.ndim)])
             return jax.lax.dynamic_slice_in_dim(padded, end, size, axis=x.ndim - 2)
 
-        pair = zip((prompt.k, prompt.v), row or (None, None), _row_dims(), strict=True)
+        pair = zip((prompt.k, prompt.v), row or (None, None), row_dims(), strict=True)
         found = KeyValues(*(cut(*args) for args in pair))
         return ShiftedKeyValues(*found, prompt.shift) if isinstance(prompt, ShiftedKeyValues) else found
 
@@ -357,7 +368,7 @@ def attend_next(
         return decode_attention(by_head, prompt, cache, *seen, sinks).swapaxes(2, 3)
     q = by_head.reshape(*by_head.shape[:3], -1, by_head.shape[-1])
     in_prompt = einsum("gkjrd,gjpd->gkjrp", q, prompt.k)
-    of_keys, of_values = _row_dims()
+    of_keys, of_values = row_dims()
     in_row = einsum(f"gkjrd,gk{of_keys}->gkjrc", q, cache.k)
     in_prompt, in_row = (soft_cap(scores, config.attention_softcap) for scores in (in_prompt, in_row))
     index = jnp.arange(in_row.shape[-1])
@@ -460,7 +471,7 @@ def combined_softmax(scores: Sequence[jax.Array], sinks=None) -> list[jax.Array]
     return [x / total for x in shares]
 
 
-def _row_dims() -> tuple[str, str]:
+def row_dims() -> tuple[str, str]:
     """The dimensions of a row's keys and values as they are stored, see `KeyValues`."""
     return ROW_DIMS.get(jax.default_backend(), ROW_DIMS["gpu"])
 
@@ -472,7 +483,7 @@ def einsum(dims: str, x, stored) -> jax.Array:
 
 def _write(cache: KeyValues, k, v, length) -> KeyValues:
     """The row caches with k and v `[G,R,W,J,d]` from the place `length` `[G,R]` of each row on."""
-    parts = zip(cache, (k, v), _row_dims(), strict=True)
+    parts = zip(cache, (k, v), row_dims(), strict=True)
     return KeyValues(*(write_tokens(stored, new, length, dims) for stored, new, dims in parts))
 
 

@@ -7,6 +7,7 @@ gradient, so that training keeps the indexer as it is. Rows of up to `index_top`
 rated. Letters: e numbers of an indexer's head; others as in attention.py.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,17 @@ from jaxrl_llm.models.layers import Linear, RMSNorm
 from jaxrl_llm.models.mixers.attention import Attention, AttentionArrays, KeyValues, einsum, write_tokens
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs
+from jaxrl_llm.models.mixers.query_blocks import (
+    NONE,
+    UNSEEN,
+    ChoosesTokens,
+    Places,
+    attend_next_to_chosen,
+    best,
+    by_blocks,
+    over_queries,
+    tokens_of,
+)
 from jaxrl_llm.models.rope import rotate
 
 
@@ -45,7 +57,7 @@ class BlockIndexer(nnx.Module):
         return jax.lax.stop_gradient((q, keys))
 
 
-class BlockAttention(Attention):
+class BlockAttention(ChoosesTokens, Attention):
     """Causal grouped-query attention to the blocks that an indexer chooses for each key/value head. A `Mixer`."""
 
     path = "blocks"
@@ -57,19 +69,21 @@ class BlockAttention(Attention):
         self.indexer = BlockIndexer(config, rngs)
 
     @staticmethod
-    def flops(config, tokens, pairs):
-        """The operations of attention to every token, as it is computed, and of the indexer."""
-        return Attention.flops(config, tokens, pairs) + 2.0 * config.index_heads * config.index_head_dim * pairs
+    def attended(config, places):
+        """The tokens of as many blocks, of which the last one is complete up to the token itself."""
+        return jnp.minimum(places + 1, config.index_top - config.index_block + places % config.index_block + 1)
 
     def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, BlockCache]:
         """Output `[N,T,D]`, the layer's own keys and values `[N,J,T,d]`, and the indexer's keys `[N,T,e]`."""
         rotary = arrays if inputs.inv_freq is None else arrays._replace(inv_freq=inputs.inv_freq)
         q, keys = self.indexer(x, inputs.positions, rotary)
+        keys, choosing = constrain(keys, "rows", None, None), None
         if x.shape[1] > self.config.index_top:
-            inputs = inputs._replace(mask=self._chosen_of_rows(q, keys, inputs), by_mask=True)
-        out, kept = super().prefill(x, inputs, arrays)
+            choice = self._chosen_of_rows(q, keys, inputs)
+            choosing = by_blocks(self.config, x.shape[1], choice, self.config.index_top)
+        out, kept = super().prefill(x, inputs, arrays, choosing)
         assert isinstance(kept, KeyValues)
-        return out, BlockCache(kept, constrain(keys, "rows", None, None))
+        return out, BlockCache(kept, keys)
 
     def decode(
         self, x, inputs: DecodeInputs, prompt: BlockCache, cache: BlockCache, arrays: AttentionArrays
@@ -81,11 +95,11 @@ class BlockAttention(Attention):
             for a in self.indexer(x[:, :, None], inputs.positions[:, :, None], arrays)
         )
         keys = write_tokens(cache.keys, new[..., None, :], inputs.length, "cjd", sharded=False)
-        before, size, chosen = inputs.prompt_mask.shape[1], keys.shape[2], None
-        if before + size > self.config.index_top:
+        choosing = None
+        if inputs.prompt_mask.shape[1] + keys.shape[2] > self.config.index_top:
             chosen = self._chosen_of_next(q, prompt.keys, keys[..., 0, :], inputs)
-            chosen = (chosen[..., :before], chosen[..., before:])
-        out, kept = super().decode(x, inputs, prompt.kept, cache.kept, arrays, chosen)
+            choosing = functools.partial(attend_next_to_chosen, chosen=chosen)
+        out, kept = super().decode(x, inputs, prompt.kept, cache.kept, arrays, choosing)
         return out, BlockCache(kept, keys)
 
     @staticmethod
@@ -100,58 +114,55 @@ class BlockAttention(Attention):
         return BlockCache(Attention.grow_cache(cache.kept, size), LatentAttention.grow_cache(cache.keys, size))
 
     def _chosen_of_rows(self, q, keys, inputs: AttentionInputs) -> jax.Array:
-        """The tokens that each head sees of whole rows, as booleans `[N,J,T,T]`, where documents lie in one piece
-        each."""
-        c, positions, segments, mask = self.config, inputs.positions, inputs.segments, inputs.mask
-        assert mask is not None
-        length, blocks = positions.shape[1], positions // c.index_block
+        """The places `[N,T,J,b]` of the first tokens of the blocks that each head sees of whole rows, where documents
+        lie in one piece each; NONE where it sees fewer."""
+        c, positions, segments, length = self.config, inputs.positions, inputs.segments, keys.shape[1]
+        blocks, first = positions // c.index_block, jnp.arange(length) - positions % c.index_block
         changes = (jnp.diff(segments, axis=1) != 0) | (jnp.diff(blocks, axis=1) != 0)
         ends = jnp.pad(changes, ((0, 0), (0, 1)), constant_values=True)  # [N,T] the last token of a block
-        index = jnp.where(ends, jnp.arange(length), length)
-        end = jax.lax.cummin(index, axis=1, reverse=True)  # [N,T] where each token's block ends
-        first = jnp.arange(length) - positions % c.index_block
-        recent = blocks[:, :, None] - blocks[:, None, :]
-        local = (recent >= 0) & (recent < c.index_local) & (segments[:, :, None] == segments[:, None, :])
 
-        def of_head(_, q):
-            scores = jnp.where(mask, einsum("nte,nse->nts", q, keys), -jnp.inf)
-            step = 1
-            while step < c.index_block:  # scores of the best of a block's tokens so far, of twice as many each time
-                earlier = jnp.roll(scores, step, axis=-1)
-                within = jnp.arange(length) - step >= first
-                scores = jnp.maximum(scores, jnp.where(within[:, None], earlier, -jnp.inf))
-                step *= 2
-            rated = jnp.where(ends[:, None], jnp.where(local, jnp.inf, scores), -jnp.inf)
-            kept = self._best(rated)
-            return None, jnp.take_along_axis(kept, end[:, None], axis=-1) & mask
+        def chosen(block, end: int):
+            places, q = block
+            seen = places.see(inputs, end)
+            recent = (places.positions // c.index_block)[:, :, None] - blocks[:, None, :end]
+            local = (recent >= 0) & (recent < c.index_local)
+            local &= places.segments[:, :, None] == segments[:, None, :end]
+            last = ends[:, None, :end].at[..., -1].set(True)  # of the tokens that queries see
 
-        # Head by head: the scores of all of them would be many times the mask.
-        return jnp.moveaxis(jax.lax.scan(of_head, None, jnp.moveaxis(q, -2, 0))[1], 0, 1)
+            def of_head(_, q):
+                scores = jnp.where(seen, einsum("nte,nse->nts", q, keys[:, :end]), UNSEEN)
+                step = 1
+                while step < c.index_block:  # the best of a block's tokens so far, of twice as many each time
+                    earlier = jnp.roll(scores, step, axis=-1)
+                    within = jnp.arange(end) - step >= first[:, :end]
+                    scores = jnp.maximum(scores, jnp.where(within[:, None], earlier, UNSEEN))
+                    step *= 2
+                rated = jnp.where(last, jnp.where(local, jnp.inf, scores), UNSEEN)
+                kept = best(rated, rated > UNSEEN, c.index_top // c.index_block)
+                return None, jnp.take_along_axis(first[:, None, :end], kept, axis=-1, mode="fill", fill_value=NONE)
+
+            # Head by head: the scores of all of them would be many times the mask.
+            return jnp.moveaxis(jax.lax.scan(of_head, None, jnp.moveaxis(q, -2, 0))[1], 0, 2)
+
+        return over_queries(chosen, (Places.of(inputs), q), 4 * length)
 
     def _chosen_of_next(self, q, prompt, row, inputs: DecodeInputs) -> jax.Array:
-        """The tokens of prompt and row that each head of the next tokens sees, as booleans `[G,R,W,J,P+S]`."""
+        """The tokens `[G,R,W,J,k]`, of those of prompt and row `P+S`, that each head of the next tokens sees."""
         c, mask = self.config, inputs.prompt_mask
         before, size, width = mask.shape[1], row.shape[2], q.shape[2]
         scores = [einsum("grwje,gse->grwjs", q, prompt), einsum("grwje,grse->grwjs", q, row)]
         place = (inputs.length[:, :, None] + jnp.arange(width))[..., None]
         shape = (*place.shape[:-1], before)
         seen = jnp.concatenate([jnp.broadcast_to(mask[:, None, None], shape), jnp.arange(size) <= place], axis=-1)
-        scores = jnp.where(seen[..., None, :], jnp.concatenate(scores, axis=-1), -jnp.inf)
+        scores = jnp.where(seen[..., None, :], jnp.concatenate(scores, axis=-1), UNSEEN)
         # The prompt is padded on the left, so that all tokens of a row follow one another from `start` on.
         start = (before - mask.sum(-1))[:, None, None, None, None]
         blocks = -(-(before + size) // c.index_block)
         tokens = start + jnp.arange(blocks * c.index_block)
-        best = jnp.take_along_axis(scores, tokens, axis=-1, mode="fill", fill_value=-jnp.inf)
-        best = best.reshape(*best.shape[:-1], blocks, -1).max(-1)
+        rates = jnp.take_along_axis(scores, tokens, axis=-1, mode="fill", fill_value=UNSEEN)
+        rates = rates.reshape(*rates.shape[:-1], blocks, -1).max(-1)
         own = (place + mask.sum(-1)[:, None, None, None]) // c.index_block
         recent = own - jnp.arange(blocks)
-        best = jnp.where(((recent >= 0) & (recent < c.index_local))[..., None, :], jnp.inf, best)
-        of_block = (jnp.arange(before + size) - start) // c.index_block
-        kept = jnp.take_along_axis(self._best(best), jnp.maximum(of_block, 0), axis=-1)
-        return kept & seen[..., None, :]
-
-    def _best(self, rated) -> jax.Array:
-        """True for a block among the best that are seen, `[...,b]` as rates are, -inf of those that are not."""
-        count = min(self.config.index_top // self.config.index_block, rated.shape[-1])
-        values, best = jax.lax.top_k(rated, count)
-        return jnp.put_along_axis(jnp.zeros(rated.shape, bool), best, values > -jnp.inf, axis=-1, inplace=False)
+        rates = jnp.where(((recent >= 0) & (recent < c.index_local))[..., None, :], jnp.inf, rates)
+        kept = best(rates, rates > UNSEEN, c.index_top // c.index_block)
+        return tokens_of(jnp.where(kept < NONE, start + kept * c.index_block, NONE), before + place, c.index_block)

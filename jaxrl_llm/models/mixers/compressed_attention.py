@@ -42,8 +42,9 @@ from jaxrl_llm.models.mixers.attention import (
 )
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs
+from jaxrl_llm.models.mixers.query_blocks import NONE, ChoosesTokens, as_mask, at, best, copies_pay, over_queries
 from jaxrl_llm.models.mixers.short_conv import AT_ONCE, written
-from jaxrl_llm.models.mixers.sparse_attention import best, rated
+from jaxrl_llm.models.mixers.sparse_attention import rated, rated_in_rows
 from jaxrl_llm.models.rope import rotate
 
 
@@ -70,6 +71,12 @@ class Entries(NamedTuple):
     windows: jax.Array  # [N,E]
     segments: jax.Array  # [N,E] 0: there is none
 
+    def complete(self, positions, segments, ratio: int) -> jax.Array:
+        """True for the entries of windows of `ratio` tokens that are complete at tokens of these positions and segments
+        `[N,t]`, `[N,t,E]`."""
+        seen = (self.windows[:, None] < (positions + 1)[:, :, None] // ratio) & (self.segments != 0)[:, None]
+        return seen & (segments[:, :, None] == self.segments[:, None])
+
 
 class Compressor(nnx.Module):
     """The maps that make entries `[...,size]` of K tokens, of windows of `ratio` tokens: K / `ratio` of them each."""
@@ -92,7 +99,8 @@ class Compressor(nnx.Module):
     def entries(self, made_of, windows, arrays: AttentionArrays) -> jax.Array:
         """The entries `[...,E,d]` of windows `[...,E]`, made of their tokens `[...,E,K,n]`."""
         kv, scores = jnp.split(made_of.astype(jnp.float32), 2, axis=-1)
-        scores = scores.reshape(*windows.shape, self.spans, self.ratio, -1) + self.position_bias[...]
+        scores = scores.reshape(*windows.shape, self.spans, self.ratio, self.spans * self.size)
+        scores += self.position_bias[...]
 
         def own(x):  # of each window's tokens those numbers that they have for this one
             x = x.reshape(*windows.shape, self.spans, self.ratio, self.spans, self.size)
@@ -136,6 +144,21 @@ class WindowAttention(nnx.Module):
     spans = 0  # windows whose tokens an entry is made of
     layer_arrays = staticmethod(Attention.layer_arrays)
 
+    @staticmethod
+    def reads_mask(config, length: int) -> bool:
+        """False: a block of queries has a mask of its own, of its window and the entries before."""
+        return False
+
+    @classmethod
+    def attended(cls, config, places):
+        """The number of tokens and entries that tokens at `places` in their document attend to."""
+        return jnp.minimum(places + 1, config.sliding_window)
+
+    @classmethod
+    def rating(cls, config, tokens, pairs):
+        """None: all entries are seen."""
+        return 0.0 * pairs
+
     def __init__(self, config, rngs: nnx.Rngs):
         self.config = c = config
         self.q_a = Linear(c.width, c.query_rank, c, rngs, name="q_a")
@@ -171,7 +194,8 @@ class WindowAttention(nnx.Module):
         kv, *made_of = (constrain(a, "rows", None, None) for a in (kv, *(y.made_of(x) for y in self.compressors)))
         entries = self._entries_of_rows(made_of, positions, segments, arrays)
         index = self._index(x, residual, inputs.positions, arrays)
-        queries = Tokens((constrain(q, "rows", "positions", "heads", None), *index), positions, segments)
+        chosen = self._chosen_of_rows(index, entries, positions, segments)
+        queries = Tokens((constrain(q, "rows", "positions", "heads", None), *chosen), positions, segments)
         out = self._attend(queries, Tokens(kv, positions, segments), entries)
         before = [self.config.sliding_window, *(part.spans * part.ratio for part in self.compressors)]
         kv, *made_of = (_latest(a, count - 1) for a, count in zip((kv, *made_of), before, strict=True))
@@ -268,9 +292,24 @@ class WindowAttention(nnx.Module):
 
         def made(part: Compressor, x):
             x = jnp.take_along_axis(x, tokens.reshape(len(x), -1)[..., None], axis=1)
-            return constrain(part.entries(x.reshape(*tokens.shape, -1), windows, arrays), "rows", None, None)
+            # Sizes are said in full: a row shorter than a window has no entry.
+            x = x.reshape(*tokens.shape, x.shape[-1])
+            return constrain(part.entries(x, windows, arrays), "rows", None, None)
 
         return Entries(tuple(map(made, self.compressors, made_of)), windows, jnp.where(last < 0, 0, owners))
+
+    def _chosen_of_rows(self, index, entries: Entries, positions, segments) -> tuple[jax.Array, ...]:
+        """The entries `[N,T,k]` that each token of whole rows sees, as the only item; none where it sees all before."""
+        count, top = entries.windows.shape[1], self.config.index_top
+        if not index or count <= top:
+            return ()
+
+        def chosen(block, _):
+            q, weights, positions, segments = block
+            seen = entries.complete(positions, segments, self.ratio(self.config))
+            return best(rated_in_rows(q, entries.values[1], weights), seen, top)
+
+        return (over_queries(chosen, (*index, positions, segments), 4 * count),)
 
     def _attend(self, queries: Tokens, keys: Tokens, entries: Entries) -> jax.Array:
         """`[N,T,H,d]`: attention of whole rows.
@@ -278,13 +317,17 @@ class WindowAttention(nnx.Module):
         Queries come in blocks as long as the window, or longer: each sees keys of its own block and the one before.
         """
         length, window = keys.numbers.shape[1], self.config.sliding_window
-        size = max(window, SMALLEST_BLOCK)
-        if length <= size or context_shards() > 1:
+        # In fp32, as their gradients are summed over blocks.
+        entries = entries._replace(values=jax.tree.map(lambda x: x.astype(jnp.float32), entries.values[:1]))
+        size, shards = max(window, SMALLEST_BLOCK), context_shards()
+        own = length // shards  # of a shard of the positions, which is like a row
+        if own <= size or length % shards:
             return self._attend_block(queries, keys, entries)
 
-        def blocks(x):  # [b,N,t,...]
-            x = jnp.pad(x, ((0, 0), (0, -length % size), *((0, 0),) * (x.ndim - 2)))
-            return jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), 1, 0)
+        def blocks(x):  # [b,N*shards,t,...]
+            x = constrain(x.reshape(len(x), shards, own, *x.shape[2:]), "rows", "positions", *(...,) * (x.ndim - 1))
+            x = jnp.pad(x, ((0, 0), (0, 0), (0, -own % size), *((0, 0),) * (x.ndim - 3)))
+            return jnp.moveaxis(x.reshape(len(x) * shards, -1, size, *x.shape[3:]), 1, 0)
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def attended(_, block):
@@ -292,30 +335,39 @@ class WindowAttention(nnx.Module):
             both = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *keys)
             return None, self._attend_block(queries, both, entries)
 
-        queries, keys = (jax.tree.map(blocks, x) for x in (queries, keys))
-        before = jax.tree.map(lambda x: jnp.concatenate([jnp.zeros_like(x[:1]), x[:-1]]), keys)
+        later = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (size, 0), *((0, 0),) * (x.ndim - 2)))[:, :length], keys)
+        queries, keys, later = jax.tree.map(blocks, (queries, keys, later))
+        before = jax.tree.map(lambda later, x: jnp.concatenate([later[:1], x[:-1]]), later, keys)
+        entries = jax.tree.map(lambda x: jnp.repeat(x, shards, axis=0), entries)
         out = jnp.moveaxis(jax.lax.scan(attended, None, (queries, before, keys))[1], 0, 1)
-        return out.reshape(len(out), -1, *out.shape[3:])[:, :length]
+        out = out.reshape(len(out), -1, *out.shape[3:])[:, :own]
+        return out.reshape(-1, length, *out.shape[2:])
 
     def _attend_block(self, queries: Tokens, keys: Tokens, entries: Entries) -> jax.Array:
-        q, *index = queries.numbers
+        q, *chosen = queries.numbers
         distance = queries.positions[:, :, None] - keys.positions[:, None]
         seen = (distance >= 0) & (distance < self.config.sliding_window) & (keys.segments != 0)[:, None]
-        sources = [(keys.numbers, seen & (queries.segments[:, :, None] == keys.segments[:, None]))]
+        sources = [("nsd", keys.numbers, seen & (queries.segments[:, :, None] == keys.segments[:, None]))]
         if entries.values:
-            complete = (queries.positions + 1) // self.ratio(self.config)
-            seen = (entries.windows[:, None] < complete[:, :, None]) & (entries.segments != 0)[:, None]
-            seen &= queries.segments[:, :, None] == entries.segments[:, None]
-            if index and seen.shape[-1] > self.config.index_top:
-                of_indexer = rated("nti,nsi->nts", index[0], entries.values[1], index[1])
-                seen = best(of_indexer, seen, self.config.index_top)
-            sources.append((entries.values[0], seen))
-        sources = [source for source in sources if source[1].shape[-1]]
-        scores = [jnp.where(seen[:, None], einsum("nthd,nsd->nhts", q, x), MASKED) for x, seen in sources]
-        weights = combined_softmax(scores, self.sinks[...][:, None, None])
-        pairs = zip(weights, sources, strict=True)
-        parts = (jnp.einsum("nhts,nsd->nthd", w.astype(x.dtype), x).astype(jnp.float32) for w, (x, _) in pairs)
+            dims, x, count = "nsd", entries.values[0], entries.windows.shape[1]
+            if not chosen:
+                seen = entries.complete(queries.positions, queries.segments, self.ratio(self.config))
+            elif self._copies_pay(count):
+                dims, x, seen = "ntsd", jax.vmap(at)(x, chosen[0]), chosen[0] < NONE
+            else:
+                seen = as_mask(chosen[0], count)
+            sources.append((dims, x.astype(q.dtype), seen))
+        sources = [source for source in sources if source[2].shape[-1]]
+        scores = [jnp.where(seen[:, :, None], einsum(f"nthd,{dims}->nths", q, x), MASKED) for dims, x, seen in sources]
+        pairs = zip(combined_softmax(scores, self.sinks[...][:, None]), sources, strict=True)
+        parts = (einsum(f"nths,{dims}->nthd", weights.astype(q.dtype), x) for weights, (dims, x, _) in pairs)
         return functools.reduce(jnp.add, parts).astype(q.dtype)
+
+    def _copies_pay(self, count: int) -> bool:
+        """True where queries read copies of the entries that are chosen for each, and not all `count` by a mask."""
+        c = self.config
+        # Blocks of a mask are of all entries, not of half of them.
+        return copies_pay(c, 2 * count, c.index_top, c.heads, 2 * c.head_dim, c.head_dim)
 
     def _with_new(self, made_of, prompt, cache, before, places, arrays, dtype) -> tuple[jax.Array, ...]:
         """The entries of rows with those of the windows that their next tokens may complete."""
@@ -357,7 +409,8 @@ class WindowAttention(nnx.Module):
             rated("grwi,grsi->grws", index[0], entries[1][..., 0, :], index[1]),
         ]
         scores, seen = (jnp.concatenate(x, axis=-1) for x in (of_indexer, seen))
-        return jnp.split(best(scores, seen, self.config.index_top), [counts[0]], axis=-1)
+        chosen = as_mask(best(scores, seen, self.config.index_top), sum(counts))
+        return jnp.split(chosen, [counts[0]], axis=-1)
 
 
 class HeavilyCompressedAttention(WindowAttention):
@@ -382,10 +435,9 @@ class HeavilyCompressedAttention(WindowAttention):
         return (self.compressor,)
 
     @classmethod
-    def flops(cls, config, tokens, pairs):
-        """The operations of attention to a whole window, and to every entry of the tokens before."""
-        seen = jnp.minimum(pairs, config.sliding_window * tokens) + pairs / cls.ratio(config)
-        return super().flops(config, tokens, seen)
+    def attended(cls, config, places):
+        """The tokens of a whole window, and every entry of the tokens before."""
+        return WindowAttention.attended(config, places) + (places + 1) // cls.ratio(config)
 
 
 class CompressedSparseAttention(HeavilyCompressedAttention):
@@ -413,10 +465,15 @@ class CompressedSparseAttention(HeavilyCompressedAttention):
         return (self.compressor, self.indexer)
 
     @classmethod
-    def flops(cls, config, tokens, pairs):
-        """The operations of attention to a window and to every entry, as it is computed, and of the indexer."""
-        of_indexer = 2.0 * config.index_heads * config.index_head_dim * pairs / cls.ratio(config)
-        return super().flops(config, tokens, pairs) + of_indexer
+    def attended(cls, config, places):
+        """The tokens of a whole window, and the entries that are chosen."""
+        entries = jnp.minimum((places + 1) // cls.ratio(config), config.index_top)
+        return WindowAttention.attended(config, places) + entries
+
+    @classmethod
+    def rating(cls, config, tokens, pairs):
+        """The operations of the indexer, which rates entries."""
+        return ChoosesTokens.rating(config, tokens, pairs / cls.ratio(config))
 
     def _index(self, x, residual, positions, arrays: AttentionArrays) -> tuple[jax.Array, ...]:
         return self.indexer(x, residual, positions, arrays)

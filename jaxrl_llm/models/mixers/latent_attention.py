@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.distributed.sharding import constrain
+from jaxrl_llm.models import quantize
 from jaxrl_llm.models.kernels.decode_attention import MASKED, by_kernel, decode_attention
 from jaxrl_llm.models.layers import Linear, RMSNorm
 from jaxrl_llm.models.mixers.attention import (
@@ -25,6 +26,16 @@ from jaxrl_llm.models.mixers.attention import (
     write_tokens,
 )
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs
+from jaxrl_llm.models.mixers.query_blocks import (
+    as_mask,
+    at,
+    attend_to_choice,
+    attend_to_chosen,
+    attend_to_copies,
+    copies_pay,
+    copies_pay_next,
+    over_queries,
+)
 from jaxrl_llm.models.rope import Rope, rotate
 
 
@@ -46,7 +57,7 @@ class LatentAttention(nnx.Module):
     """Causal attention of H heads to latents. A `Mixer`.
 
     Rows are computed with the keys and values of every head. Decoding folds the maps from latents to these into queries
-    and outputs, and reads the latents alone.
+    and outputs, and reads the latents alone; and so do rows far longer than the tokens that are chosen of them.
     """
 
     path = "latent"
@@ -79,27 +90,37 @@ class LatentAttention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros((c.heads,), c.param_dtype)) if c.attention_sinks else None
         self.growth = QueryGrowth(c.heads, c.param_dtype) if c.query_growth_learned else None
 
-    def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, Any]:
-        """Output `[N,T,D]` and the layer's own latents `[N,T,c+e]`."""
+    def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays, chosen=None) -> tuple[jax.Array, Any]:
+        """Output `[N,T,D]` and the layer's own latents `[N,T,c+e]`.
+
+        Tokens attend to those that are `chosen` of each row, `[N,T,k]`, or to all before them.
+        """
         c = self.config
         if inputs.inv_freq is not None:
             arrays = arrays._replace(inv_freq=inputs.inv_freq)
         plain, rotated = self._queries(x, inputs.positions, arrays)
         own = self._latents(x, inputs.positions, arrays)
         latents = inputs.shared if own is None else own
+        passed = () if own is None else constrain(own, "rows", None, None)
+        if chosen is not None and self._reads_chosen_alone(x.shape[1], chosen.shape[-1]):
+            return self._output(self._of_chosen(plain, rotated, latents, chosen), x), passed
         keys_values = self.kv_b(latents[..., : c.latent_size]).reshape(*x.shape[:-1], c.heads, -1)
         keys, values = jnp.split(keys_values, [c.head_dim - c.rotated_size], axis=-1)
         shared = jnp.broadcast_to(latents[..., None, c.latent_size :], (*keys.shape[:-1], c.rotated_size))
         q, k = jnp.concatenate([plain, rotated], axis=-1), jnp.concatenate([keys, shared], axis=-1)
-        out = attend(c, q[..., None, :], k, values, inputs, arrays.window, self._sinks())
-        return self._output(out, x), () if own is None else constrain(own, "rows", None, None)
+        if chosen is None:
+            out = attend(c, q[..., None, :], k, values, inputs, arrays.window, self._sinks())
+        else:
+            rest = inputs, chosen, lambda _, chosen: chosen[:, None], 0, self._sinks()
+            out = attend_to_choice(c, q[..., None, :], k, values, *rest)
+        return self._output(out, x), passed
 
     def decode(
         self, x, inputs: DecodeInputs, prompt, cache, arrays: AttentionArrays, chosen=None
     ) -> tuple[jax.Array, Any]:
         """The next W tokens of each row: output `[G,R*W,D]` and the row's latents `[G,R,S,1,c+e]` with theirs.
 
-        Of what they see they attend to the `chosen` tokens of prompt `[G,R,W,P]` and row `[G,R,W,S]`, or to all.
+        They attend to those that are `chosen` of the P+S tokens of prompt and row, `[G,R,W,k]`, or to all they see.
         """
         c, (groups, rows) = self.config, inputs.length.shape
         places = (inputs.positions[:, :, None], arrays)
@@ -124,13 +145,21 @@ class LatentAttention(nnx.Module):
             heads = (prompt[:, None],), (stored.swapaxes(2, 3),)  # keys of one head
             numbers = {"latent": c.latent_size, "sinks": None if sinks is None else sinks.T}
             seen = decode_attention(q[:, :, None], *heads, start, inputs.length, **numbers)[:, :, 0]
+        elif chosen is not None and copies_pay_next(chosen.size, prompt[..., 0].size + stored[..., 0, 0].size):
+            before, row = prompt.shape[1], stored[..., 0, :]
+            of_row = jax.vmap(jax.vmap(at))(row, chosen - before)
+            own = jnp.where((chosen < before)[..., None], jax.vmap(at)(prompt, chosen), of_row)
+            own = quantize.widened(own, x.dtype)
+            seen = attend_to_copies(q, own, own[..., : c.latent_size], chosen, sinks)
         else:
             in_prompt = einsum("grwhc,gpc->grwhp", q, prompt)
             in_row = einsum("grwhc,grsc->grwhs", q, stored[..., 0, :])
             place = (inputs.length[:, :, None] + jnp.arange(q.shape[2]))[..., None, None]
             prompt_seen, row_seen = inputs.prompt_mask[:, None, None, None], jnp.arange(in_row.shape[-1]) <= place
             if chosen is not None:
-                prompt_seen, row_seen = (mask[..., None, :] for mask in chosen)
+                before = in_prompt.shape[-1]
+                both = as_mask(chosen, before + in_row.shape[-1])[..., None, :]
+                prompt_seen, row_seen = both[..., :before], both[..., before:]
             in_prompt = jnp.where(prompt_seen, in_prompt, MASKED)
             in_row = jnp.where(row_seen, in_row, MASKED)
             in_prompt, in_row = (a.astype(x.dtype) for a in combined_softmax([in_prompt, in_row], sinks))
@@ -168,6 +197,31 @@ class LatentAttention(nnx.Module):
             return jax.lax.dynamic_slice_in_dim(padded, end, size, axis=x.ndim - 2)
 
         return jax.tree.map(cut, prompt, *(() if row is None else (row,)))
+
+    def _reads_chosen_alone(self, length: int, count: int) -> bool:
+        """True where rows of that length attend to copies of the `count` latents that are chosen for each token."""
+        c = self.config
+        sizes = c.heads, 2 * c.latent_size + c.rotated_size, c.latent_size + c.rotated_size
+        # An adapter's dropout is drawn for the latents of each token, which folded maps do not read.
+        return self.kv_b.lora_key is None and copies_pay(c, length, count, *sizes)
+
+    def _of_chosen(self, plain, rotated, latents, chosen) -> jax.Array:
+        """The heads' outputs `[N,T,H,v]` of queries, by copies of the latents `[N,T,c+e]` that are chosen for each."""
+        c, dtype, sinks = self.config, plain.dtype, self._sinks()
+        # In fp32, as their gradients are then summed over blocks.
+        maps = self.kv_b.matrix(dtype).astype(jnp.float32).reshape(c.latent_size, c.heads, -1)
+        keys = constrain(latents, "rows", None, None)[:, None].astype(jnp.float32)
+
+        def attended(block, _):
+            plain, rotated, chosen = block
+            to_keys, to_values = jnp.split(maps.astype(dtype), [plain.shape[-1]], axis=-1)
+            q = jnp.concatenate([jnp.einsum("nthd,chd->nthc", plain, to_keys), rotated], axis=-1)
+            own_sinks = None if sinks is None else sinks.T
+            seen = attend_to_chosen(q[:, :, None], keys, c.latent_size, chosen[:, None], own_sinks)
+            return jnp.einsum("nthc,chv->nthv", seen[:, :, 0], to_values)
+
+        each = chosen.shape[-1] * max(keys.shape[-1] * dtype.itemsize, 4 * c.heads)
+        return over_queries(attended, (plain, rotated, chosen), each)
 
     def _output(self, out, x):
         """The layer's output `[...,D]` of the heads' `[...,H,v]`, times the sigmoid of their gates where they have."""

@@ -54,6 +54,7 @@ class AttentionInputs(NamedTuple):
     chosen: Any = None  # what its `LayerConfig.chosen_by` has chosen
     shown: ShownImages | None = None  # of models that have layers which read images
     tokens: jax.Array | None = None  # [N,T] which layers read that add embeddings of n-grams, and hash routers
+    prefixes: jax.Array | None = None  # [N,T] a segment that a token sees besides its own; None: none
 
 
 class DecodeInputs(NamedTuple):
@@ -90,7 +91,8 @@ class Mixer(Protocol):
     repeated, and the next one may begin anywhere behind the first token of this one: speculative tokens may prove
     wrong. So the output of `decode` for a token must not depend on values that an earlier call stored at its place or
     behind it; a recurrent mixer keeps the states it may have to go back to. Training leaves the parameters as they are
-    whose paths are in `untrained`, where a mixer has it.
+    whose paths are in `untrained`, where a mixer has it. One that attends to some of the tokens before has what
+    `query_blocks.ChoosesTokens` says.
     """
 
     path: str  # of its parameters in the layer: layers/<path>/...

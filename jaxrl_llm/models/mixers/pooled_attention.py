@@ -12,6 +12,7 @@ indexer as it is. Rows too short for more complete blocks than are chosen are no
 Letters: e numbers of an indexer's head, b blocks, B tokens of one; others as in attention.py.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -31,6 +32,17 @@ from jaxrl_llm.models.mixers.attention import (
 )
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs
+from jaxrl_llm.models.mixers.query_blocks import (
+    NONE,
+    ChoosesTokens,
+    Places,
+    attend_next_to_chosen,
+    best,
+    by_blocks,
+    over_queries,
+    tokens_of,
+    with_latest,
+)
 from jaxrl_llm.models.rope import rotate
 
 
@@ -72,7 +84,7 @@ class PooledIndexer(nnx.Module):
         return jax.lax.stop_gradient(pooled)
 
     def chosen(self, dims: str, q, parts, complete) -> jax.Array:
-        """True for blocks `[...,t,b]` among the best of the `complete` ones.
+        """The best of the `complete` blocks `[...,t,b]`, NONE where fewer are chosen than may be.
 
         `parts` are arrays of their keys, one behind another, of queries q `[...,t,i,e]`; `dims` are for each those of
         the product with one head, parted by spaces.
@@ -85,12 +97,10 @@ class PooledIndexer(nnx.Module):
         # Head by head: the scores of all of them would be many times the mask.
         heads = jnp.moveaxis(q, -2, 0)
         scores, _ = jax.lax.scan(lambda total, q: (total + rated(q), None), jnp.zeros(complete.shape), heads)
-        count = min(self.config.index_top // self.config.index_block, scores.shape[-1])
-        values, best = jax.lax.top_k(jnp.where(complete, scores, -1.0), count)
-        return jnp.put_along_axis(jnp.zeros(scores.shape, bool), best, values >= 0, axis=-1, inplace=False)
+        return best(scores, complete, self.config.index_top // self.config.index_block)
 
 
-class PooledAttention(Attention):
+class PooledAttention(ChoosesTokens, Attention):
     """Causal grouped-query attention to the blocks that an indexer chooses, and to the latest tokens. A `Mixer`."""
 
     shares_prefixes = False  # of whose blocks one would be part of a prefix and part of the row
@@ -101,34 +111,44 @@ class PooledAttention(Attention):
         self.indexer = PooledIndexer(config, rngs)
 
     @staticmethod
-    def flops(config, tokens, pairs):
-        """The operations of attention to every token, as it is computed, and of the indexer, which rates blocks."""
-        rating = 2.0 * config.index_heads * config.index_head_dim / config.index_block
-        return Attention.flops(config, tokens, pairs) + rating * pairs
+    def reads_mask(config, length: int) -> bool:
+        """False where there are more complete blocks than are chosen."""
+        return length // config.index_block <= config.index_top // config.index_block
+
+    @staticmethod
+    def attended(config, places):
+        """The tokens of the blocks that are chosen, and those behind the last complete one."""
+        behind = (places + 1) % config.index_block
+        return jnp.minimum(places + 1 - behind, config.index_top) + behind
+
+    @staticmethod
+    def rating(config, tokens, pairs):
+        """The operations of the indexer, which rates blocks."""
+        return ChoosesTokens.rating(config, tokens, pairs / config.index_block)
 
     def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, PooledPrompt]:
         """Output `[N,T,D]`, the layer's own keys and values `[N,J,T,d]`, and the indexer's keys."""
         size, length, segments = self.config.index_block, x.shape[1], inputs.segments
         places = inputs.positions if inputs.rotary is None else inputs.rotary
         q, keys = self.indexer(x, places, arrays)
-        q, keys, segments = (constrain(a, "rows", *(None,) * (a.ndim - 1)) for a in (q, keys, segments))
+        keys, segments = (constrain(a, "rows", *(None,) * (a.ndim - 1)) for a in (keys, segments))
         # The last tokens of blocks that are complete in the row; T where there are no more.
         ends = (inputs.positions % size == size - 1) & (segments != 0)
         last = jnp.sort(jnp.where(ends, jnp.arange(length), length), axis=1)[:, : max(length // size, 1)]
         members = last[..., None] + jnp.arange(1 - size, 1)
         blocks = self.indexer.pooled(_at(keys, members), _at(places, members[..., 0]), arrays, x.dtype)
-        if length // size > self.config.index_top // size:
-            assert inputs.mask is not None
-            mask = inputs.mask & self._seen_of_rows(q, blocks, ends, last, segments)
-            inputs = inputs._replace(mask=mask, by_mask=True)
-        out, kept = super().prefill(x, inputs, arrays)
+        blocks = constrain(blocks, "rows", None, None)
+        choosing = None
+        if not self.reads_mask(self.config, length):
+            choice = self._chosen_of_rows(q, blocks, last, inputs)
+            choosing = by_blocks(self.config, length, choice, choice.shape[-1] * size)
+        out, kept = super().prefill(x, inputs, arrays, choosing)
         assert isinstance(kept, KeyValues | ShiftedKeyValues)
         begun = length - (segments != 0).sum(1) % size
         tail = _at(keys, begun[:, None] + jnp.arange(size))
         first = _at(places, begun).reshape(len(x), -1)
         first = jnp.broadcast_to(first, (len(x), arrays.inv_freq.shape[-1]))
-        blocks, tail = (constrain(a, "rows", None, None) for a in (blocks, tail))
-        return out, PooledPrompt(kept, blocks, tail, first)
+        return out, PooledPrompt(kept, blocks, constrain(tail, "rows", None, None), first)
 
     def decode(
         self, x, inputs: DecodeInputs, prompt: PooledPrompt, cache: PooledRow, arrays: AttentionArrays
@@ -142,31 +162,36 @@ class PooledAttention(Attention):
             for a in self.indexer(x[:, :, None], (inputs.positions + shift[:, None])[:, :, None], arrays)
         )
         keys = write_tokens(cache.keys, new[..., None, :], inputs.length + behind, "cjd", sharded=False)
-        chosen = None
-        if (before + keys.shape[2] - size) // size > self.config.index_top // size:
-            chosen = self._seen_of_next(q, keys[..., 0, :], prompt, shift, inputs, arrays)
-            chosen = (chosen[..., None, :before], chosen[..., None, before:])  # alike for all heads
-        out, kept = super().decode(x, inputs, prompt.kept, cache.kept, arrays, chosen)
+        choosing = None
+        if not self.reads_mask(self.config, before + keys.shape[2] - size):
+            chosen = self._chosen_of_next(q, keys[..., 0, :], prompt, shift, inputs, arrays)
+            choosing = functools.partial(attend_next_to_chosen, chosen=chosen)
+        out, kept = super().decode(x, inputs, prompt.kept, cache.kept, arrays, choosing)
         return out, PooledRow(kept, keys)
 
-    def _seen_of_rows(self, q, blocks, ends, last, segments) -> jax.Array:
-        """The tokens `[N,T,T]` of its document that each one sees of those before it, by queries q `[N,T,i,e]` and
-        blocks `[N,b,e]`, whose `last` tokens `[N,b]` are those of `ends` `[N,T]`."""
-        index = jnp.arange(ends.shape[1])
-        own = _at(segments, last)[:, None] == segments[..., None]
-        complete = own & (last[:, None] <= index[:, None])
-        seen = self.indexer.chosen("nte,nbe->ntb", q, [blocks], complete)
-        # Of each token the block that it is in, and where that ends; of those behind the last one nowhere.
-        number = jnp.minimum(jnp.cumsum(ends, axis=1) - ends, last.shape[1] - 1)
-        until = jnp.take_along_axis(last, number, axis=1)
-        until = jnp.where(until < index, len(index), until)
-        return jnp.take_along_axis(seen, number[:, None], axis=-1) | (until[:, None] > index[:, None])
+    def _chosen_of_rows(self, q, blocks, last, inputs: AttentionInputs) -> jax.Array:
+        """Where the blocks begin `[N,T,b]` whose tokens those of whole rows see, by queries q `[N,T,i,e]` and blocks
+        `[N,b,e]`, of which the last tokens are `last` `[N,b]`; NONE where it is fewer."""
+        size = self.config.index_block
+        owners = jnp.take_along_axis(inputs.segments, last, axis=1, mode="fill", fill_value=0)
 
-    def _seen_of_next(self, q, keys, prompt: PooledPrompt, shift, inputs: DecodeInputs, arrays) -> jax.Array:
-        """The tokens of prompt and row `[G,R,W,P+S]` that the next ones see, by queries q `[G,R,W,i,e]` and the row's
-        keys `[G,R,S+B,e]`."""
+        def chosen(block, end: int):
+            places, q = block
+            count = max(end // size, 1)  # blocks that may be complete there
+            complete = (places.segments[:, :, None] == owners[:, None, :count]) & (owners != 0)[:, None, :count]
+            complete &= last[:, None, :count] <= places.index[:, :, None]
+            kept = self.indexer.chosen("nte,nbe->ntb", q, [blocks[:, :count]], complete)
+            ends = jnp.take_along_axis(last[:, None], kept, axis=-1, mode="fill", fill_value=NONE)
+            position = jnp.where(places.segments != 0, places.positions, -1)
+            return with_latest(jnp.where(kept < NONE, ends + 1 - size, NONE), places.index, position, size)
+
+        return over_queries(chosen, (Places.of(inputs), q), 4 * max(blocks.shape[1], self.config.index_top))
+
+    def _chosen_of_next(self, q, keys, prompt: PooledPrompt, shift, inputs: DecodeInputs, arrays) -> jax.Array:
+        """The tokens `[G,R,W,1,k]`, of those of prompt and row `P+S`, that the next ones see, by queries q
+        `[G,R,W,i,e]` and the row's keys `[G,R,S+B,e]`."""
         size, mask, before = self.config.index_block, inputs.prompt_mask, prompt.blocks.shape[1]
-        (groups, rows), room = inputs.length.shape, keys.shape[2] - size
+        groups, rows = inputs.length.shape
         length = mask.sum(-1, keepdims=True)  # [G,1]
         whole, behind = length // size, length % size
         own = keys[:, :, : keys.shape[2] // size * size].reshape(groups, rows, -1, size, keys.shape[-1])
@@ -180,17 +205,13 @@ class PooledAttention(Attention):
         of_prompt = jnp.broadcast_to((jnp.arange(before) < whole)[:, None, None], (*place.shape[:3], before))
         of_row = (number[:, None, None] + 1) * size <= place + length[:, None, None] + 1
         complete = jnp.concatenate([of_prompt, of_row], axis=-1)
-        seen = self.indexer.chosen("grwe,gbe->grwb grwe,grbe->grwb", q, [prompt.blocks, blocks], complete)
-        # Blocks that are not complete are seen, also the last one, for which there may be too little room.
-        seen = jnp.pad(seen | ~complete, ((0, 0),) * 3 + ((0, 1),), constant_values=True)
-        # Of each token the block that it is in: the last tokens of a prompt are in the row's first one.
-        in_prompt = jnp.maximum(jnp.arange(mask.shape[1]) - mask.shape[1] + length, 0) // size
-        in_prompt = jnp.where(in_prompt < whole, in_prompt, before)
-        in_row = before + (behind + jnp.arange(room)) // size
-        index = jnp.concatenate([in_prompt, in_row], axis=-1)[:, None, None]
-        shape = (*place.shape[:3], mask.shape[1])
-        there = [jnp.broadcast_to(mask[:, None, None], shape), jnp.arange(room) <= place]
-        return jnp.take_along_axis(seen, index, axis=-1) & jnp.concatenate(there, axis=-1)
+        kept = self.indexer.chosen("grwe,gbe->grwb grwe,grbe->grwb", q, [prompt.blocks, blocks], complete)
+        start = (mask.shape[1] - length)[..., None]  # where the first token is: padding is on the left
+        number = jnp.concatenate([jnp.broadcast_to(jnp.arange(before), (groups, before)), number], axis=-1)
+        first = jnp.take_along_axis(number[:, None, None], kept, axis=-1, mode="fill", fill_value=0)
+        first = jnp.where(kept < NONE, start[..., None] + first * size, NONE)
+        place, own = mask.shape[1] + place[..., 0], length[..., None] + place[..., 0]
+        return tokens_of(with_latest(first, place, own, size), place, size)[..., None, :]
 
     @staticmethod
     def empty_cache(prompt: PooledPrompt, rows: int, size: int) -> PooledRow:

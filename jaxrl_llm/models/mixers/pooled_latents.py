@@ -21,7 +21,8 @@ from jaxrl_llm.models.layers import Linear
 from jaxrl_llm.models.mixers.attention import AttentionArrays
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, Passing
-from jaxrl_llm.models.mixers.sparse_attention import Indexer, SparseCache, SparseLatentAttention, best, rated
+from jaxrl_llm.models.mixers.query_blocks import NONE, Places, best, over_queries, tokens_of, with_latest
+from jaxrl_llm.models.mixers.sparse_attention import Indexer, SparseCache, SparseLatentAttention, rated, rated_in_rows
 
 
 class PromptPools(NamedTuple):
@@ -66,48 +67,50 @@ class PooledLatentAttention(SparseLatentAttention):
     indexer: PoolIndexer
 
     @staticmethod
-    def flops(config, tokens, pairs):
-        """The operations of latent attention to every token, as it is computed, and of the indexer."""
-        rating = 2.0 * config.index_heads * config.index_head_dim / config.index_pool
-        return LatentAttention.flops(config, tokens, pairs) + rating * pairs
+    def rating(config, tokens, pairs):
+        """The operations of the indexer, which rates pools."""
+        return SparseLatentAttention.rating(config, tokens, pairs / config.index_pool)
 
     def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, Passing]:
         """As `SparseLatentAttention.prefill`, with the caches of prompts."""
         out, passing = super().prefill(x, inputs, arrays)
         latents, keys = passing.cache
-        pools, _, _ = self._pools_of_rows(keys, inputs, x.dtype)
+        pools, _ = self._pools_of_rows(keys, inputs, x.dtype)
         latest = jnp.pad(keys, ((0, 0), (self.config.index_pool - 1, 0), (0, 0)))[:, keys.shape[1] :]
-        pools, latest = (constrain(a, "rows", None, None) for a in (pools, latest))
-        return out, passing._replace(cache=PromptPools(latents, pools, latest))
+        return out, passing._replace(cache=PromptPools(latents, pools, constrain(latest, "rows", None, None)))
 
     @staticmethod
     def empty_cache(prompt: PromptPools, rows: int, size: int) -> SparseCache:
         """Empty latents and keys of rows, as `LatentAttention.empty_cache` makes them."""
         return SparseCache(*LatentAttention.empty_cache((prompt.latents, prompt.latest), rows, size))
 
-    def _pools_of_rows(self, keys, inputs: AttentionInputs, dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The keys `[N,m,e]` of the pools of whole rows, where their last tokens are `[N,m]`, and which of them is each
-        token's `[N,T]`, or the next one; T where there is none. Documents lie in one piece each."""
+    def _pools_of_rows(self, keys, inputs: AttentionInputs, dtype) -> tuple[jax.Array, jax.Array]:
+        """The keys `[N,m,e]` of the pools of whole rows, and where their last tokens are `[N,m]`; T where there are no
+        more. Documents lie in one piece each."""
         size, length = self.config.index_pool, keys.shape[1]
         last = (inputs.segments != 0) & (inputs.positions % size == size - 1)
         ends = jnp.sort(jnp.where(last, jnp.arange(length), length), axis=1)[:, : length // size]
         places = (ends[..., None] + jnp.arange(1 - size, 1)).reshape(len(ends), -1, 1)
         pools = self.indexer.pooled(jnp.take_along_axis(keys, places, axis=1, mode="clip"), dtype)
-        return pools, ends, jnp.cumsum(last, axis=1) - last
+        return constrain(pools, "rows", None, None), ends
 
     def _chosen_of_rows(self, q, keys, weights, inputs: AttentionInputs) -> jax.Array:
-        size, mask, positions = self.config.index_pool, inputs.mask, inputs.positions
-        assert mask is not None
-        length = positions.shape[1]
-        pools, ends, own = self._pools_of_rows(keys, inputs, q.dtype)
-        seen = jnp.take_along_axis(mask, ends[:, None], axis=-1, mode="fill", fill_value=False)
-        kept = self._best(rated("nti,nmi->ntm", q, pools, weights), seen)
-        end = jnp.take_along_axis(ends, own, axis=1, mode="fill", fill_value=length)
-        complete = end - jnp.arange(length) == size - 1 - positions % size  # else it is that of another document
-        kept = jnp.take_along_axis(kept, own[:, None], axis=-1, mode="fill", fill_value=False) & complete[:, None]
-        pool = positions // size
-        behind = (pool[:, :, None] == pool[:, None, :]) & (positions % size != size - 1)[:, :, None]
-        return (kept | behind) & mask
+        size, length = self.config.index_pool, keys.shape[1]
+        pools, ends = self._pools_of_rows(keys, inputs, q.dtype)
+        owners = jnp.take_along_axis(inputs.segments, ends, axis=1, mode="fill", fill_value=0)
+
+        def chosen(block, end: int):
+            places, q, weights = block
+            count = end // size  # pools that may be complete there
+            seen = (places.segments[:, :, None] == owners[:, None, :count]) & (owners != 0)[:, None, :count]
+            seen &= ends[:, None, :count] <= places.index[:, :, None]
+            kept = self._best(rated_in_rows(q, pools[:, :count], weights), seen)
+            last = jnp.take_along_axis(ends[:, None], kept, axis=-1, mode="fill", fill_value=NONE)
+            first = jnp.where(kept < NONE, last + 1 - size, NONE)
+            own = jnp.where(places.segments != 0, places.positions, -1)
+            return tokens_of(with_latest(first, places.index, own, size), places.index, size)
+
+        return over_queries(chosen, (Places.of(inputs), q, weights), 4 * max(self.config.index_top, length // size))
 
     def _chosen_of_next(self, q, prompt: PromptPools, row, weights, inputs: DecodeInputs) -> jax.Array:
         size, (groups, rows, length, _) = self.config.index_pool, row.shape
@@ -128,16 +131,13 @@ class PooledLatentAttention(SparseLatentAttention):
         number = jnp.broadcast_to(jnp.arange(in_prompt), (groups, in_prompt))
         number = jnp.where(number < whole[:, None], number, length + before)  # the row's own
         number = jnp.concatenate([number, whole[:, None] + jnp.arange(pools)], axis=1)[:, None, None]
-        own = (count[:, None, None] + inputs.length[:, :, None] + jnp.arange(q.shape[2]))[..., None]  # [G,R,W,1]
-        kept = self._best(jnp.concatenate(scores, axis=-1), (number + 1) * size <= own + 1)
-        token = jnp.arange(before + length) - (before - count)[:, None]  # [G,P+S]
-        pool = token // size
-        index = jnp.where(pool < whole[:, None], pool, in_prompt + pool - whole[:, None])[:, None, None]
-        kept = jnp.take_along_axis(kept, index, axis=-1, mode="fill", fill_value=False)
-        token, pool = token[:, None, None], pool[:, None, None]
-        behind = (pool == own // size) & ((own + 1) % size != 0)
-        return (kept | behind) & (token >= 0) & (token <= own)
+        own = count[:, None, None] + inputs.length[:, :, None] + jnp.arange(q.shape[2])  # [G,R,W]
+        kept = self._best(jnp.concatenate(scores, axis=-1), (number + 1) * size <= own[..., None] + 1)
+        first = size * jnp.take_along_axis(number, kept, axis=-1, mode="fill", fill_value=0)
+        padding = (before - count)[:, None, None]  # before a prompt's tokens
+        first = jnp.where(kept < NONE, padding[..., None] + first, NONE)
+        return tokens_of(with_latest(first, padding + own, own, size), padding + own, size)
 
     def _best(self, scores, seen) -> jax.Array:
-        """True for a pool among the best that are `seen`, `[...,m]` as both are."""
-        return best(scores, seen, min(self.config.index_top // self.config.index_pool, scores.shape[-1]))
+        """The indices of the best pools that are `seen`, `[...,m]` as both are."""
+        return best(scores, seen, self.config.index_top // self.config.index_pool)

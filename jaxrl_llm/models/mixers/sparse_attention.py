@@ -2,7 +2,8 @@
 
 An indexer of few small heads rates the tokens that a token sees, and it attends to the `index_top` best of them. The
 choice has no gradient, so that training keeps the indexer as it is. It may serve the layers behind it too (arXiv
-2603.12201). Rows of up to `index_top` tokens see everything, and are not rated.
+2603.12201). Rows of up to `index_top` tokens see everything, and are not rated; of longer ones the choice is `[...,k]`,
+the places of k = `index_top` tokens, query_blocks.NONE where fewer are seen.
 
 Letters: i heads of the indexer, e numbers of each; others as in latent_attention.py.
 """
@@ -13,14 +14,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_llm.distributed.sharding import constrain
+from jaxrl_llm.distributed.sharding import constrain, context_shards
 from jaxrl_llm.models.layers import LayerNorm, Linear
 from jaxrl_llm.models.mixers.attention import AttentionArrays, einsum, write_tokens
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention, QueryGrowth
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, Passing
+from jaxrl_llm.models.mixers.query_blocks import NONE, ChoosesTokens, Places, best, filled, over_queries
 from jaxrl_llm.models.rope import rotate
 
-UNSEEN = -jnp.inf  # the score of a token that is not seen
+AT_ONCE = 16  # queries of whole rows that are rated with all heads of an indexer together
 
 
 class SparseCache(NamedTuple):
@@ -63,7 +65,7 @@ class Indexer(nnx.Module):
         return jax.lax.stop_gradient((q, keys, weights))
 
 
-class SparseLatentAttention(LatentAttention):
+class SparseLatentAttention(ChoosesTokens, LatentAttention):
     """Causal attention of H heads to the latents of the tokens that an indexer chooses. A `Mixer`."""
 
     untrained = tuple(f"indexer/{leaf}" for leaf in (
@@ -76,21 +78,15 @@ class SparseLatentAttention(LatentAttention):
         super().__init__(config, rngs)
         self.indexer = self.indexer_class(config, rngs)
 
-    @staticmethod
-    def flops(config, tokens, pairs):
-        """The operations of latent attention to every token, as it is computed, and of the indexer."""
-        return LatentAttention.flops(config, tokens, pairs) + 2.0 * config.index_heads * config.index_head_dim * pairs
-
     def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, Passing]:
-        """Output `[N,T,D]`, the latents `[N,T,c+e]` and the indexer's keys `[N,T,e]`, and whether tokens are chosen,
-        `[N,T,T]` or, where all are, None."""
+        """Output `[N,T,D]`, the latents `[N,T,c+e]` and the indexer's keys `[N,T,e]`, and what is chosen, `[N,T,k]` or,
+        where all tokens are, None."""
         q, keys, weights = self._index(x, inputs.positions, arrays)
-        keep = None
+        keys, chosen = constrain(keys, "rows", None, None), None
         if x.shape[1] > self.config.index_top:
-            keep = self._chosen_of_rows(q, keys, weights, inputs)
-            inputs = inputs._replace(mask=keep, by_mask=True)
-        out, latents = super().prefill(x, inputs, arrays)
-        return out, Passing(SparseCache(latents, constrain(keys, "rows", None, None)), latents, chosen=keep)
+            chosen = self._chosen_of_rows(q, keys, weights, inputs)
+        out, latents = super().prefill(x, inputs, arrays, chosen)
+        return out, Passing(SparseCache(latents, keys), latents, chosen=chosen)
 
     def decode(
         self, x, inputs: DecodeInputs, prompt: SparseCache, cache: SparseCache, arrays: AttentionArrays, chosen=None
@@ -102,10 +98,8 @@ class SparseLatentAttention(LatentAttention):
             for a in self._index(x[:, :, None], inputs.positions[:, :, None], arrays)
         )
         keys = write_tokens(cache.keys, new[..., None, :], inputs.length, "cjd", sharded=False)
-        before, size = inputs.prompt_mask.shape[1], keys.shape[2]
-        if before + size > self.config.index_top:
-            both = self._chosen_of_next(q, prompt, keys[..., 0, :], weights, inputs)
-            chosen = (both[..., :before], both[..., before:])
+        if inputs.prompt_mask.shape[1] + keys.shape[2] > self.config.index_top:
+            chosen = self._chosen_of_next(q, prompt, keys[..., 0, :], weights, inputs)
         out, latents = super().decode(x, inputs, prompt.latents, cache.latents, arrays, chosen)
         return out, Passing(SparseCache(latents, keys), (prompt.latents, latents), chosen=chosen)
 
@@ -116,12 +110,21 @@ class SparseLatentAttention(LatentAttention):
         return self.indexer(x, residual, positions, arrays)
 
     def _chosen_of_rows(self, q, keys, weights, inputs: AttentionInputs) -> jax.Array:
-        """The tokens `[N,T,T]` that those of whole rows attend to."""
-        assert inputs.mask is not None
-        return best(rated("nti,nsi->nts", q, keys, weights), inputs.mask, self.config.index_top)
+        """The tokens `[N,T,k]` that those of whole rows attend to."""
+        top = self.config.index_top
+
+        def chosen(block, end: int):
+            places, q, weights = block
+            seen = places.see(inputs, end)
+            if end <= top:
+                return filled(jnp.where(seen, jnp.arange(end), NONE), top)
+            return best(rated_in_rows(q, keys[:, :end], weights), seen, top)
+
+        return over_queries(chosen, (Places.of(inputs), q, weights), 4 * keys.shape[1])
 
     def _chosen_of_next(self, q, prompt, row, weights, inputs: DecodeInputs) -> jax.Array:
-        """The tokens of prompt and row `[G,R,W,P+S]` that the next tokens attend to, of keys `[G,R,S,e]` of the row."""
+        """The tokens `[G,R,W,k]`, of those of prompt and row `P+S`, that the next tokens attend to, of keys `[G,R,S,e]`
+        of the row."""
         scores = [rated("grwi,gsi->grws", q, prompt.keys, weights), rated("grwi,grsi->grws", q, row, weights)]
         place = (inputs.length[:, :, None] + jnp.arange(q.shape[2]))[..., None]
         seen = (inputs.prompt_mask[:, None, None], jnp.arange(row.shape[2]) <= place)
@@ -129,14 +132,17 @@ class SparseLatentAttention(LatentAttention):
         return best(jnp.concatenate(scores, axis=-1), jnp.concatenate([*seen], axis=-1), self.config.index_top)
 
 
-class SharedSparseAttention(LatentAttention):
+class SharedSparseAttention(ChoosesTokens, LatentAttention):
     """Causal attention of H heads to the latents of the tokens that an earlier layer's indexer chooses. A `Mixer`."""
 
-    def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays) -> tuple[jax.Array, Any]:
+    @staticmethod
+    def rating(config, tokens, pairs):
+        """None: it is told what to attend to."""
+        return 0.0 * pairs
+
+    def prefill(self, x, inputs: AttentionInputs, arrays: AttentionArrays, chosen=None) -> tuple[jax.Array, Any]:
         """Output `[N,T,D]` and the layer's own latents `[N,T,c+e]`."""
-        if inputs.chosen is not None:
-            inputs = inputs._replace(mask=inputs.chosen, by_mask=True)
-        return super().prefill(x, inputs, arrays)
+        return super().prefill(x, inputs, arrays, inputs.chosen)
 
     def decode(
         self, x, inputs: DecodeInputs, prompt, cache, arrays: AttentionArrays, chosen=None
@@ -170,7 +176,18 @@ def rated(dims: str, q, keys, weights) -> jax.Array:
     return jax.lax.scan(add, jnp.zeros(shape.shape, jnp.float32), heads)[0]
 
 
-def best(scores, seen, count: int) -> jax.Array:
-    """True for a token among the `count` best that are `seen`, `[...,t,s]` as both are."""
-    found = jax.lax.top_k(jnp.where(seen, scores, UNSEEN), count)[1]
-    return seen & jnp.put_along_axis(jnp.zeros_like(seen), found, True, axis=-1, inplace=False)
+def rated_in_rows(q, keys, weights) -> jax.Array:
+    """The scores `[N,t,S]` of `Indexer`, of queries `[N,t,i,e]` of whole rows, their weights `[N,t,i]`, and keys
+    `[N,S,e]`.
+
+    A few queries have all heads together: head by head, sums would be read and written as often as there are heads.
+    """
+    if context_shards() > 1:  # one device has some of the queries, over which a loop would go one after another
+        return rated("nti,nsi->nts", q, keys, weights)
+
+    def of_token(token):
+        q, weights = token
+        return (weights[..., None] * jax.nn.relu(einsum("nie,nse->nis", q, keys))).sum(-2)
+
+    tokens = (jnp.moveaxis(q, 1, 0), jnp.moveaxis(weights, 1, 0))
+    return jnp.moveaxis(jax.lax.map(of_token, tokens, batch_size=AT_ONCE), 0, 1)

@@ -14,9 +14,10 @@ from jaxrl_llm.models.families import minimax_m3_vl_text
 from jaxrl_llm.models.mixers.attention import Attention
 from jaxrl_llm.models.mixers.block_attention import BlockAttention
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs
+from jaxrl_llm.models.mixers.query_blocks import as_mask, tokens_of
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net
-from jaxrl_llm.models.transformer import attention_mask, segment_positions
+from jaxrl_llm.models.transformer import segment_positions
 from tests.models.decoding import whole_rows_of_decoding
 from tests.models.oracles import VARIANTS
 from tests.models.short_run import trained_and_kept
@@ -52,9 +53,9 @@ def test_the_best_blocks_by_hand(local):
     segments = np.array([[0, 0, *[1] * 11, *[2] * 8, 0], [1] * 22])
     q, keys = rng.normal(size=(2, 22, 2, 6)).astype(np.float32), rng.normal(size=(2, 22, 6)).astype(np.float32)
     positions = np.asarray(segment_positions(jnp.asarray(segments)))
-    mask = attention_mask(jnp.asarray(segments))
-    inputs = AttentionInputs(jnp.asarray(positions), jnp.asarray(segments), mask)
-    found = np.asarray(mixer._chosen_of_rows(jnp.asarray(q), jnp.asarray(keys), inputs))
+    inputs = AttentionInputs(jnp.asarray(positions), jnp.asarray(segments), None)
+    first = mixer._chosen_of_rows(jnp.asarray(q), jnp.asarray(keys), inputs).swapaxes(1, 2)
+    found = np.asarray(as_mask(tokens_of(first, jnp.arange(22), 3), 22))
     for row, head, t in np.ndindex(2, 2, 22):
         if segments[row, t]:
             places = np.where(segments[row] == segments[row, t], positions[row], -1)
@@ -66,7 +67,7 @@ def test_the_best_blocks_by_hand(local):
     prompt_keys = rng.normal(size=(2, 5, 6))
     arrays = (jnp.asarray(x, jnp.float32) for x in (q, prompt_keys, row_keys))
     decoded = DecodeInputs(jnp.zeros((2, 2), int), jnp.asarray(prompts > 0), jnp.asarray(length))
-    found = np.asarray(mixer._chosen_of_next(*arrays, decoded))
+    found = np.asarray(as_mask(mixer._chosen_of_next(*arrays, decoded), 15))
     for group, next_token, head in np.ndindex(2, 2, 2):
         before = prompts[group].sum()
         places = np.concatenate([np.cumsum(prompts[group]) - 1, before + np.arange(10)])

@@ -159,6 +159,17 @@ def test_documents_of_a_row_equal_their_own_runs(params, continued):
 
 
 @pytest.mark.slow
+def test_rows_shorter_than_a_window(params):
+    """They have no entries, and compute what they do in longer ones."""
+    net, tokens = Net(CONFIG), np.random.default_rng(4).integers(0, 31, (2, 9))
+    expected = np.asarray(logits_of(net, params, tokens, None))
+    for length in (1, 3):
+        found = logits_of(net, params, tokens[:, :length], None)
+        np.testing.assert_allclose(found, expected[:, :length], atol=2e-5)
+        prefill(net, params, tokens[:, :length], np.ones((2, length), int))
+
+
+@pytest.mark.slow
 def test_rows_of_several_blocks(params, monkeypatch):
     """The last one is not full; logits and gradients are those of one block."""
     net, rng = Net(CONFIG), np.random.default_rng(3)
@@ -173,7 +184,7 @@ def test_rows_of_several_blocks(params, monkeypatch):
     for size in (6, 64):
         monkeypatch.setattr(compressed_attention, "SMALLEST_BLOCK", size)
         found.append(jax.jit(jax.value_and_grad(lambda params: loss(params), has_aux=True))(params))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-3), *found)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-3), *found)
 
 
 @pytest.mark.slow

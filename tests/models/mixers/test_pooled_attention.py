@@ -11,6 +11,7 @@ from flax import nnx
 from jaxrl_llm.models.mixers.attention import Attention, AttentionArrays, KeyValues, ShiftedKeyValues
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs
 from jaxrl_llm.models.mixers.pooled_attention import PooledAttention
+from jaxrl_llm.models.mixers.query_blocks import as_mask, tokens_of
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.transformer import attention_mask, segment_positions
@@ -61,11 +62,14 @@ def test_the_best_blocks_by_hand(monkeypatch):
     segments = np.array([[0, 0, *[1] * 11, *[2] * 9, 0, 0], [1] * 24])
     x = rng.normal(size=(2, 24, 16)).astype(np.float32)
     positions = segment_positions(jnp.asarray(segments))
-    inputs = AttentionInputs(positions, jnp.asarray(segments), attention_mask(jnp.asarray(segments)))
+    inputs = AttentionInputs(positions, jnp.asarray(segments), None)
     kept = KeyValues(jnp.zeros((2, 2, 5, 8)), jnp.zeros((2, 2, 5, 8)))
-    monkeypatch.setattr(Attention, "prefill", lambda self, x, inputs, arrays: (inputs.mask, kept))
-    monkeypatch.setattr(Attention, "decode", lambda self, x, inputs, prompt, cache, arrays, chosen: (chosen, cache))
-    found = np.asarray(mixer.prefill(jnp.asarray(x), inputs, ARRAYS)[0])
+    monkeypatch.setattr(
+        Attention, "prefill", lambda self, x, inputs, arrays, choosing: (choosing and choosing.keywords["choice"], kept)
+    )
+    monkeypatch.setattr(Attention, "decode", lambda self, x, inputs, prompt, cache, arrays, choosing: (choosing, cache))
+    first = mixer.prefill(jnp.asarray(x), inputs, ARRAYS)[0]
+    found = np.asarray(as_mask(tokens_of(first, jnp.arange(24), 3), 24))
     for row, segment in ((0, 1), (0, 2), (1, 1)):
         own = segments[row] == segment
         np.testing.assert_array_equal(found[row][own][:, own], seen_by_hand(mixer, x[row, own]))
@@ -87,15 +91,16 @@ def test_the_best_blocks_by_hand(monkeypatch):
         new = jnp.asarray(x[:, :, most + first : most + first + 2].reshape(3, 4, 16))
         places = np.array(lengths)[:, None] + first + np.tile(np.arange(2), 2)
         inputs = DecodeInputs(jnp.asarray(places), jnp.asarray(mask), jnp.full((3, 2), first))
-        chosen, cache = mixer.decode(new, inputs, prompt, cache, ARRAYS)
+        choosing, cache = mixer.decode(new, inputs, prompt, cache, ARRAYS)
         for group, row in np.ndindex(3, 2):
             whole = seen_by_hand(mixer, x[group, row, most - lengths[group] :])
             for w in range(2):
                 expected = whole[lengths[group] + first + w]
-                if chosen is None:
+                if choosing is None:
                     assert expected[: lengths[group] + first + w + 1].all()
                     continue
-                in_prompt, in_row = (np.asarray(part)[group, row, w, 0] for part in chosen)
+                chosen = np.asarray(as_mask(choosing.keywords["chosen"], 16))[group, row, w, 0]
+                in_prompt, in_row = np.split(chosen, [most])
                 np.testing.assert_array_equal(in_prompt[mask[group]], expected[: lengths[group]])
                 np.testing.assert_array_equal(in_row[: first + w + 1], expected[lengths[group] :][: first + w + 1])
                 assert not in_row[first + w + 1 :].any() and not in_prompt[~mask[group]].any()

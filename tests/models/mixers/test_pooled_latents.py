@@ -14,10 +14,11 @@ from jaxrl_llm.models.families import glm5_next_text
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs
 from jaxrl_llm.models.mixers.pooled_latents import PooledLatentAttention, PromptPools
+from jaxrl_llm.models.mixers.query_blocks import as_mask
 from jaxrl_llm.models.mixers.sparse_attention import SharedSparseAttention
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net
-from jaxrl_llm.models.transformer import attention_mask, segment_positions
+from jaxrl_llm.models.transformer import segment_positions
 from tests.models.decoding import logits_of, whole_rows_of_decoding
 from tests.models.oracles import VARIANTS
 from tests.models.short_run import trained_and_kept
@@ -65,7 +66,8 @@ def test_the_best_pools_by_hand(size):
     q, keys, weights = (rng.normal(size=(3, 22, *x)).astype(np.float32) for x in (heads, (12,), (8,)))
     arrays = [jnp.asarray(x) for x in (q, keys, weights)]
     ids = jnp.asarray(segments)
-    found = mixer._chosen_of_rows(*arrays, AttentionInputs(segment_positions(ids), ids, attention_mask(ids)))
+    found = mixer._chosen_of_rows(*arrays, AttentionInputs(segment_positions(ids), ids, None))
+    found = as_mask(found, 22)
     for row, number in ((0, 1), (0, 2), (1, 1)):
         places = np.flatnonzero(segments[row] == number)
         for own, t in enumerate(places):
@@ -79,13 +81,14 @@ def test_the_best_pools_by_hand(size):
     prompt_keys, row_keys, q, weights = (
         rng.normal(size=x).astype(np.float32) for x in ((2, 5, 12), (2, 1, 10, 12), (2, 1, 2, *heads), (2, 1, 2, 8))
     )
-    pools, _, _ = mixer._pools_of_rows(
+    pools, _ = mixer._pools_of_rows(
         jnp.asarray(prompt_keys), AttentionInputs(segment_positions(ids), ids, None), jnp.float32
     )
     latest = np.pad(prompt_keys, ((0, 0), (size - 1, 0), (0, 0)))[:, 5:]
     cache = PromptPools(jnp.zeros((2, 5, 6)), pools, jnp.asarray(latest))
     inputs = DecodeInputs(jnp.zeros((2, 2), int), ids > 0, jnp.asarray(length))
     found = mixer._chosen_of_next(jnp.asarray(q), cache, jnp.asarray(row_keys), jnp.asarray(weights), inputs)
+    found = as_mask(found, 15)
     for group, step in np.ndindex(2, 2):
         real = np.concatenate([prompts[group] > 0, np.ones(10, bool)])
         made_of = np.concatenate([prompt_keys[group], row_keys[group, 0]])[real]

@@ -13,8 +13,15 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.families import deepseek_v32, glm_moe_dsa
 from jaxrl_llm.models.logprobs import token_logps
+from jaxrl_llm.models.mixers import sparse_attention
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
-from jaxrl_llm.models.mixers.sparse_attention import SharedSparseAttention, SparseLatentAttention, best, rated
+from jaxrl_llm.models.mixers.query_blocks import as_mask, best
+from jaxrl_llm.models.mixers.sparse_attention import (
+    SharedSparseAttention,
+    SparseLatentAttention,
+    rated,
+    rated_in_rows,
+)
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net
 from tests.models.decoding import continued_logits, logits_of, padded
@@ -31,7 +38,7 @@ SHARED = dataclasses.replace(
 )
 
 
-def test_the_best_tokens_by_hand():
+def test_the_best_tokens_by_hand(monkeypatch):
     """Of what is seen as many as `index_top`, also where scores are equal; all of it where that is less."""
     rng = np.random.default_rng(0)
     q, keys, weights = rng.normal(size=(1, 7, 8, 6)), rng.normal(size=(1, 7, 6)), rng.normal(size=(1, 7, 8))
@@ -42,9 +49,11 @@ def test_the_best_tokens_by_hand():
     arrays = [jnp.asarray(x, jnp.float32) for x in (q, keys, weights)]
     found = rated("nti,nsi->nts", *arrays)
     np.testing.assert_allclose(found[0], scores, atol=1e-5)
+    monkeypatch.setattr(sparse_attention, "AT_ONCE", 3)
+    np.testing.assert_allclose(rated_in_rows(*arrays), found, atol=1e-5)
     seen = np.tril(np.ones((7, 7), bool))
     seen[:, 1] = False  # padding
-    kept = np.asarray(best(found, jnp.asarray(seen[None]), 3)[0])
+    kept = np.asarray(as_mask(best(found, jnp.asarray(seen[None]), 3), 7)[0])
     for t in range(7):
         visible = np.flatnonzero(seen[t])
         assert kept[t].sum() == min(len(visible), 3) and not kept[t][~seen[t]].any()
@@ -84,19 +93,19 @@ def test_a_layer_without_an_indexer_attends_to_what_another_chose():
     assert "indexer" not in params["shared_latent_layers"]["latent"]
     assert {name.partition("/")[0] for name in SHARED.frozen} == {"latent_layers"}
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 31, (1, 9)))
-    masks = []
+    choices = []
 
-    def recorded(self, x, inputs, arrays, prefill=LatentAttention.prefill):
-        jax.debug.callback(masks.append, inputs.mask, ordered=True)
-        return prefill(self, x, inputs, arrays)
+    def recorded(self, x, inputs, arrays, chosen, prefill=LatentAttention.prefill):
+        jax.debug.callback(choices.append, as_mask(chosen, 9), ordered=True)
+        return prefill(self, x, inputs, arrays, chosen)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LatentAttention, "prefill", recorded)
         jax.jit(lambda params: net.bind(params)(tokens))(params)
     jax.effects_barrier()
-    assert len(masks) == 3 and masks[0].sum(-1).max() == 3
-    np.testing.assert_array_equal(masks[1], masks[0])
-    assert (masks[2] != masks[0]).any()
+    assert len(choices) == 3 and choices[0].sum(-1).max() == 3
+    np.testing.assert_array_equal(choices[1], choices[0])
+    assert (choices[2] != choices[0]).any()
 
 
 @pytest.mark.slow
