@@ -192,11 +192,12 @@ class Judge(JudgeSpec):
 
     `template` is a jinja2 text, or a file that holds one (name.txt, name.j2, name.md), with `prompt`, `completion`,
     every column, and `low`, `high` and `criteria` where the data has no such column. The score is read by the regular
-    expression `pattern`, or at `field` of a JSON object in the reply, or is its last number; on `scale` (lowest,
-    highest) it becomes 0 to 1, with `scale=None` it is taken as it is. `criteria` {name: weight} makes it a rubric: the
-    reward is their weighted mean, and each is logged. Replies that cannot be read are asked for again, `tries` times in
-    all; a row that fails gets `on_failure`: "stop" (an error), "none" or a number. `prices` are per million prompt and
-    completion tokens, for the metric `<name>/cost`. The other options are those of `EndpointSpec` or `PathSpec`.
+    expression `pattern`, or at `field` of a JSON object in the reply, or behind `Score:`, or is its last number; on
+    `scale` (lowest, highest) it becomes 0 to 1, with `scale=None` it is taken as it is. `criteria` {name: weight} makes
+    it a rubric: the reward is their weighted mean, and each is logged. Replies that cannot be read are asked for again,
+    `tries` times in all; a row that fails gets `on_failure`: "stop" (an error), "none" or a number. `prices` are per
+    million prompt and completion tokens, for the metric `<name>/cost`. The other options are those of `EndpointSpec` or
+    `PathSpec`.
     """
 
     template: str = SCORE_TEMPLATE

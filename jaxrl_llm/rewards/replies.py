@@ -10,7 +10,9 @@ from jaxrl_llm.rewards.signatures import RewardError, shorten
 
 OBJECT = re.compile(r'\{\s*["}]')
 NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)"
-RATED = rf"({NUMBER})(?:[\s*_]*(?:/|(?:out\s+)?of\s)[\s*_]*{NUMBER})?"  # "8/10" and "8 out of 10" are 8
+RATED = rf"({NUMBER})(?:[\s*_(]*(?:/|(?:out\s+)?of\s)[\s*_]*{NUMBER})?"  # "8/10" and "8 (out of 10)" are 8
+# "Score: 8" and "the score is **8**", whatever numbers follow.
+NAMED = rf"(?i)\b(?:score|rating|grade)\b[\s*_\"']*(?:[:=]|is\b)[\s*_\"'\[]*{RATED}"
 WINNER = r"(?<![A-Za-z])(A(?!\s+[Tt]ie)|B|[Tt]ie|TIE)(?![A-Za-z'])"
 
 
@@ -22,8 +24,8 @@ def read_score(text: str, pattern: str | None, field: str, scale: tuple[float, f
     """The score of a reply: 0 to 1 when it was asked for on `scale` (lowest, highest), else as it is.
 
     It is the first group of the last match of the regular expression `pattern`; without one, the number at `field` of
-    the last JSON object that has it, or else the last number of the text. Raises ReplyError: there is none, or it lies
-    outside the scale.
+    the last JSON object that has it, or else the last one that is called so ("Score: 8"), or the last number of the
+    text. Raises ReplyError: there is none, or it lies outside the scale.
     """
     if pattern is not None:
         matches = list(re.finditer(pattern, text))
@@ -32,7 +34,7 @@ def read_score(text: str, pattern: str | None, field: str, scale: tuple[float, f
         value: Any = matches[-1].group(1 if matches[-1].re.groups else 0)
     else:
         objects = [tree for tree in json_objects(text) if field in tree]
-        plain = re.findall(RATED, text)
+        plain = re.findall(NAMED, text) or re.findall(RATED, text)
         if not objects and not plain:
             raise ReplyError(f"the reply holds no number: {shorten(text)}")
         value = objects[-1][field] if objects else plain[-1]
