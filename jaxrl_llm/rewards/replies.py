@@ -16,6 +16,11 @@ NAMED = rf"(?i)\b(?:score|rating|grade)\b[\s*_\"']*(?:[:=]|is\b)[\s*_\"'\[]*{RAT
 WINNER = r"(?<![A-Za-z])(A(?!\s+[Tt]ie)|B|[Tt]ie|TIE)(?![A-Za-z'])"
 
 
+WON = {"a": 1.0, "b": 0.0}  # what A gets; all else is a tie
+# The verdicts of MT-Bench, [[A]], [[B]] and [[C]] for a tie, and of Arena-Hard, [[A>>B]] to [[B>>A]].
+VERDICT = re.compile(r"(?i)\[\[\s*(?:(A|B|C|tie)|(A|B)\s*(>{1,2}|=|<{1,2})\s*[AB])\s*\]\]")
+
+
 class ReplyError(RewardError):
     """A reply without the score or the winner that was asked for."""
 
@@ -57,11 +62,17 @@ def read_rubric(
 
 
 def read_winner(text: str) -> float:
-    """1.0 when the reply prefers A, 0.0 for B, 0.5 for a tie: the only one that it names, or else the one that stands
-    alone at its end ("A is longer. Verdict: B") or at its beginning ("A. It is clearer than B").
+    """1.0 when the reply prefers A, 0.0 for B, 0.5 for a tie: the last one in double brackets ("[[A]]", "[[A>B]]"), the
+    only one that it names, or else the one that stands alone at its end ("A is longer. Verdict: B") or at its beginning
+    ("A. It is clearer than B").
 
     Raises ReplyError when there is none: "A is better than B" might as well be "A is worse than B".
     """
+    if verdicts := VERDICT.findall(text):
+        winner, first, sign = (part.lower() for part in verdicts[-1])
+        if sign:
+            winner = "tie" if sign == "=" else first if ">" in sign else "b" if first == "a" else "a"
+        return WON.get(winner, 0.5)
     named = [name.lower() for name in re.findall(WINNER, text)]
     if not named:
         raise ReplyError(f"the reply names neither A nor B nor tie: {shorten(text)}")
@@ -71,7 +82,7 @@ def read_winner(text: str) -> float:
         if alone is None:
             raise ReplyError(f"the reply names {' and '.join(sorted(set(named)))}, and no one alone: {shorten(text)}")
         named = [alone[1].lower()]
-    return {"a": 1.0, "b": 0.0, "tie": 0.5}[named[0]]
+    return WON.get(named[0], 0.5)
 
 
 def json_objects(text: str) -> Iterator[dict[str, Any]]:

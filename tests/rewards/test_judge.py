@@ -117,6 +117,8 @@ def test_rubrics_and_winners_are_read():
     with pytest.raises(ReplyError, match="no JSON object with right, clear"):
         read_rubric('{"right": 10}', {"right": 3.0, "clear": 1.0}, (0, 10))
     assert [read_winner(text) for text in ("A", "**B**", "It is a tie.", "A is longer, but: B")] == [1, 0, 0.5, 0]
+    verdicts = ("B is longer, so the verdict is [[A]].", "[[A]], no: [[C]]", "A or B? [[A>>B]]", "[[B > A]]", "[[A=B]]")
+    assert [read_winner(text) for text in verdicts] == [1, 0.5, 1, 0, 0.5]
     assert [read_winner(text) for text in ("A. It is clearer than B.", "**A**\n\nB is wrong", "A tie")] == [1, 1, 0.5]
     verdicts = ("A: long.\nB: short.\n**Verdict: A**", "A is right, B is wrong. [[A]]\n", "A and B agree: tie!")
     assert [read_winner(text) for text in verdicts] == [1, 1, 0.5]
