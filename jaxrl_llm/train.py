@@ -88,6 +88,10 @@ class Result(NamedTuple):
     metrics: list[Metrics]
     output_dir: Path
 
+    def __repr__(self) -> str:
+        """A line: a notebook shows what a cell ends with."""
+        return f"Result(model={self.model!r}, metrics=[... of {len(self.metrics)} steps], output_dir={self.output_dir})"
+
 
 @without_locals
 def train(

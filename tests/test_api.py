@@ -147,6 +147,10 @@ def test_train_takes_lists_and_functions(tmp_path):
     assert result.metrics[0]["eval/accuracy"] == pytest.approx(2 / 3)
     assert result.metrics[0]["eval/reward"] == pytest.approx(2 / 3)
     assert result.output_dir == tmp_path / "run"
+    model = "<Model embedded:sort: llama, 0.37 M parameters, float32>"  # what a notebook shows, without any number
+    assert (repr(result.model), repr(result)) == (
+        model, f"Result(model={model}, metrics=[... of {len(result.metrics)} steps], output_dir={tmp_path / 'run'})",
+    )  # fmt: skip
 
 
 def test_all_of_a_run_is_in_one_folder_below_home(tmp_path, monkeypatch):
@@ -225,6 +229,9 @@ def test_model_call_gives_logits_whatever_the_padding():
     padded = model([[7, 7, 7, *ids, 9]], segments=[[0, 0, 0, *[1] * len(ids), 0]])
     np.testing.assert_allclose(padded[:, 3:-1], logits, atol=1e-4)
     assert np.argmax(logits[0, -1]) == ord("1")
+    for wrong, shown in (("sort:4821=", "'sort:4821='"), (ids, r"\[115, "), (np.array(ids), r"an array \(10,\)")):
+        with pytest.raises(ConfigError, match=rf"reads rows of token ids, \[N,T\], and not {shown}.*model\(\[ids\]\)"):
+            model(wrong)
 
 
 def test_load_model_dtype():

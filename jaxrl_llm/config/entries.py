@@ -10,6 +10,14 @@ from jaxrl_llm.config.setting import LARGEST
 
 # The starts of adapters that `lora.init` takes.
 LORA_INIT = re.compile(r"kaiming|gaussian|orthogonal|random|olora|(pissa|loftq)(_niter_\d+)?")
+# The ends of names of metrics that are best when they are small.
+SMALL = ("loss", "nll", "perplexity", "divergence")
+
+
+def best_mode(metric: str, mode: str) -> str:
+    """Whether the best value of a metric is the largest, max, or the smallest, min: `mode` or, where that is auto, what
+    the end of its name says."""
+    return mode if mode != "auto" else "min" if metric.endswith(SMALL) else "max"
 
 
 def starts_from_matrices(init: str) -> bool:

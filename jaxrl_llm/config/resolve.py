@@ -298,7 +298,7 @@ def path_and_line(error: BaseException, path: str | Path) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """The known name most similar to `name`, in full or in its last dotted part.
+    """The known name most similar to `name`, in full or in its last dotted part, whatever the case of its letters.
 
     Of equally similar names the one most similar in full wins, or, for a `name` without dots, the first.
     """
@@ -311,4 +311,4 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 
 def _ratio(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
+    return difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio()

@@ -951,7 +951,9 @@ KEYS = (
     Setting("checkpoint.best", None,
         "Keep the best checkpoint by this metric, eval/reward for example, among the saved steps that have the metric.",
         ),
-    Setting("checkpoint.best_mode", "max", "Best is the largest (max) or the smallest (min).", choices=("max", "min")),
+    Setting("checkpoint.best_mode", "auto",
+        "Best is the largest (max) or the smallest (min); auto is min for metrics whose names end in loss, nll, "
+        "perplexity or divergence.", choices=("auto", "max", "min")),
     Setting("checkpoint.folder", None,
         "Folder for checkpoints, which may be in an object store (gs://, s3://); none is output_dir/checkpoints."),
     Setting("checkpoint.resume", "auto",

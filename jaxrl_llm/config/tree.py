@@ -32,7 +32,9 @@ OBJECTS = {
     "model.tokenizer": ", a folder or a hub id; a tokenizer in memory is given to train(config, tokenizer=...)",
     "data.path": "; rows in memory are given to train(config, train_dataset=...)",
     "data.eval_path": "; rows in memory are given to train(config, eval_dataset=...)",
-    "data.format": "",
+    "data.format": ", path/to/file.py:function or my_module:function; what a function in memory makes of rows is given "
+    "to train(config, train_dataset=[function(row) for row in rows])",
+    "algorithm.loss": "; a mixture is one text, dpo+sft, with its weights in algorithm.loss_weights",
     "rewards.functions": "; functions are given to train(config, rewards=[...])",
     "optimizer.name": "; an optimizer of optax is given to train(config, optimizers=...)",
     "environment.name": "; an environment is given to train(config, environment=...)",

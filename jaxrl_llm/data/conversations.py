@@ -8,7 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.config.resolve import ConfigError
-from jaxrl_llm.data.templates import Message, continued_ends, continued_ids, is_conversational, plain_ids
+from jaxrl_llm.data.templates import (
+    ROLES,
+    Message,
+    calls_of,
+    continued_ends,
+    continued_ids,
+    is_conversational,
+    plain_ids,
+)
 from jaxrl_llm.data.transcript import Transcript
 
 Ids = list[int]
@@ -73,8 +81,9 @@ def conversation(
     would not learn to stop.
 
     Raises ConfigError for what a message cannot say of its turn, for a learned turn whose calls the template does not
-    show, and where the template renders a turn that has to be found, or what comes before it, differently once others
-    follow: with "all" none has to be, and with "as_shown" that is what is asked for.
+    show, for unknown roles where no turn is the assistant's, and where the template renders a turn that has to be
+    found, or what comes before it, differently once others follow: with "all" none has to be, and with "as_shown" that
+    is what is asked for.
     """
     # What is no list of messages is refused where it is rendered.
     own = [_turn_flags(index, message) for index, message in enumerate(messages if is_conversational(messages) else ())]
@@ -85,6 +94,13 @@ def conversation(
         usual = loss_on == "all" or messages[index]["role"] == "assistant"
         if usual if own[index].train is None else own[index].train:
             turns.append(index)
+    roles = {str(message["role"]) for message in messages[first:]}
+    if not turns and "assistant" not in roles and (others := sorted(roles.difference(ROLES))):
+        raise ConfigError(
+            f"no message is of the assistant, whose turns are learned: the role {others[0]!r} is none of "
+            f'{", ".join(ROLES)}. Rename it, or name it with data.format, such as "chat_template(roles='
+            f"{{'assistant': [{others[0]!r}]}})\" for a column messages"
+        )
     if loss_on == "last_turn":
         counted = turns = turns[-1:]
     for index in turns:
@@ -185,8 +201,7 @@ def _ways_out(loss_on: str | None, last_is_found: bool) -> str:
 
 def _called(message: Message) -> list[str]:
     """The names of the functions that a message calls."""
-    calls = message.get("tool_calls")
-    inner = [call.get("function", call) for call in calls or () if isinstance(call, Mapping)]
+    inner = [call.get("function", call) for call in calls_of(message) or () if isinstance(call, Mapping)]
     return [call["name"] for call in inner if isinstance(call, Mapping) and isinstance(call.get("name"), str)]
 
 

@@ -6,7 +6,11 @@ from typing import Any
 
 import fsspec
 
-READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
+READERS = {
+    ".parquet": "parquet", ".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv",
+    ".arrow": "arrow", ".txt": "text",
+}  # fmt: skip
+POINTER = b"version https://git-lfs.github.com/"  # what a file begins with until it is downloaded
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 TYPE_NAMES = {bool: "true or false", str: "text", int: "a number", float: "a number", dict: "an object"}
 
@@ -20,7 +24,8 @@ def reader_of(path: str) -> str | None:
 
 
 def encoding_fault(file: str, reader: str) -> str | None:
-    """The fault of a local file without rows of text (it is blank, or a line is not UTF-8); None when it has no fault.
+    """The fault of a local file without rows of text (it is blank, a line is not UTF-8, or it stands for a file that is
+    not downloaded); None when it has no fault.
 
     Readers take bytes that are no text, and fail much later. Patterns, files in a bucket and compressed files pass.
     """
@@ -29,11 +34,26 @@ def encoding_fault(file: str, reader: str) -> str | None:
         return None
     if path.stat().st_size == 0:
         return "the file is empty; give it at least one row"
-    if reader not in ("json", "csv") or path.suffix not in (".json", ".jsonl", ".csv", ".txt"):
+    with path.open("rb") as opened:
+        if opened.read(len(POINTER)) == POINTER:
+            return "the file is a pointer of Git LFS in the place of the rows; run git lfs pull in its folder"
+    if reader not in ("json", "csv", "text") or path.suffix not in (
+        ".json",
+        ".jsonl",
+        ".ndjson",
+        ".csv",
+        ".tsv",
+        ".txt",
+    ):
         return None
     with path.open("rb") as opened:
         blank = True
         for number, line in enumerate(opened, start=1):
+            if blank and reader == "text" and line.lstrip().startswith((b'{"', b'[{"')):
+                return (
+                    f"line {number} is JSON, but every line of a .txt file is a text: name it .jsonl, or say so with "
+                    "ds_type (data.sources)"
+                )
             blank = blank and not line.strip()
             try:
                 line.decode("utf-8")
@@ -68,8 +88,8 @@ def content_fault(file: str) -> str | None:
     except ValueError:
         return None  # not text at all
     else:
-        if document == []:
-            return "the list has no rows; give it at least one"
+        if document in ([], {}):
+            return f"the {'list' if document == [] else 'object'} has no rows; give it at least one"
         if isinstance(document, list):
             return _row_fault([(f"row {index}", row) for index, row in enumerate(document)])
         return None if isinstance(document, dict) else "it holds neither objects nor a list of them"

@@ -1,5 +1,6 @@
-"""Files of rows, here or in a bucket: parquet, json, csv and arrow, one by one or the splits of a folder."""
+"""Files of rows, here or in a bucket: parquet, json, csv, arrow and text, one by one or the splits of a folder."""
 
+import glob
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from jaxrl_llm.data.tokenize import TEXTS
 ONLY = "train"  # the split of what has one
 SAVED = ("dataset_dict.json", "dataset_info.json")  # files of a folder that save_to_disk wrote
 NUMBERS = {int: "int64", float: "float64"}  # of a csv file
+PATTERN = re.compile(r"[*?[]")  # in the name of several files
 ROWS = 1000  # whose types are found together
 DENSE = 2.0**53  # below which a float holds every integer
 TIME = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d+)?$"  # what Arrow writes of a time as text
@@ -34,14 +36,15 @@ def read_files(files: list[str], split: str, streaming: bool, ds_type: str | Non
     if ds_type is not None and ds_type not in READERS.values():
         raise ConfigError(f"ds_type of {shown!r} is {ds_type!r}; it is {', '.join(dict.fromkeys(READERS.values()))}")
     if reader is None:
+        texts = "" if Path(files[0]).is_file() else " (and a text among rows in memory is written {'prompt': text})"
+        unpacked = "; unpack it first" if files[0].endswith((".zip", ".tar", ".tar.gz", ".tgz", ".7z")) else ""
         raise ConfigError(
-            f"{shown!r:.200} is not a kind of file that can be read; those are {', '.join(READERS)} (and a text among "
-            "rows in memory is written {'prompt': text})"
+            f"{shown!r:.200} is not a kind of file that can be read; those are {', '.join(READERS)}{texts}{unpacked}"
         )
     if ds_type is None and (other := next((x for x in files if reader_of(x) not in (None, reader)), None)):
         raise ConfigError(
-            f"{other} is a {reader_of(other)} file, but {files[0]} a {reader} file; those that are read together are "
-            "of one type: make them two of data.sources"
+            f"{other} is a {reader_of(other)} file, but {files[0]} a {reader} file; those that are read "
+            "together are of one type: make them two of data.sources"
         )
     if split.partition("[")[0] != ONLY:
         raise SplitError(
@@ -55,15 +58,17 @@ def read_files(files: list[str], split: str, streaming: bool, ds_type: str | Non
 
     if reader == "parquet" and not any("://" in file for file in files):
         files = reading(shown, lambda: _with_rows(files))
+    # `datasets` takes every name for a pattern, also that of a file whose own name reads like one.
+    named = [glob.escape(file) if PATTERN.search(file) and not is_pattern(file) else file for file in files]
 
     def read() -> Any:
         import datasets
 
         if reader == "csv":
-            return _read_csv(files, split, streaming)
+            return _read_csv(named, split, streaming)
         if reader == "json":
-            return _read_json(files, split, streaming)
-        return datasets.load_dataset(reader, data_files=files, split=split, streaming=streaming)  # pyright: ignore
+            return _read_json(named, split, streaming)
+        return datasets.load_dataset(reader, data_files=named, split=split, streaming=streaming)  # pyright: ignore
 
     return reading(shown, read, files)
 
@@ -73,7 +78,7 @@ def _with_rows(files: list[str]) -> list[str]:
     on one. Raises ConfigError where none has any."""
     import pyarrow.parquet
 
-    found = [str(path) for file in files for path in (sorted(matching(Path(file))) if "*" in file else [file])]
+    found = [str(path) for file in files for path in (sorted(matching(Path(file))) if is_pattern(file) else [file])]
     kept = [file for file in found if pyarrow.parquet.read_metadata(file).num_rows]
     if found and not kept:
         raise ConfigError(f"{', '.join(files)} has no rows; check how it was made")
@@ -81,22 +86,31 @@ def _with_rows(files: list[str]) -> list[str]:
 
 
 def _read_csv(files: list[str], split: str, streaming: bool) -> Any:
-    """The rows of csv files; pandas alone would make 42 of 0042, and None of the words null, NA and None."""
+    """The rows of csv files, or of tsv files, whose fields are separated by tabs.
+
+    pandas alone would make 42 of 0042, and None of the words null, NA and None.
+    """
     import datasets
     import pandas
 
     first: tuple[str, list[str]] | None = None
+    mark, *others = {"\t" if ".tsv" in Path(file).suffixes else "," for file in files}
+    if others:
+        raise ConfigError(f"{', '.join(files)} are read together, but some are csv and some tsv: make them two sources")
     for opened in fsspec.open_files(files, "rb", compression="infer"):
         with opened as file:
-            first_line = pandas.read_csv(file, nrows=1)
+            first_line = pandas.read_csv(file, nrows=1, sep=mark)
         with opened as file:
-            header = pandas.read_csv(file, nrows=1, header=None, dtype=str).iloc[0].dropna()
+            header = pandas.read_csv(file, nrows=1, header=None, dtype=str, sep=mark).iloc[0].dropna()
         if len(twice := header[header.duplicated()]):  # pandas would rename the second one
             raise ConfigError(f"{opened.path} has two columns named {twice.iloc[0]!r}: rename one")
         columns = [str(name) for name in first_line.columns]
-        if len(columns) == 1 and any(mark in columns[0] for mark in ";\t|"):
+        if columns[0].startswith('{"'):
+            raise ConfigError(f"{opened.path} is named as a csv file, but its lines are JSON: name it .jsonl")
+        if len(columns) == 1 and any(other in columns[0] for other in ",;\t|"):
             raise ConfigError(
-                f"{opened.path} has the one column {columns[0]!r}: separate the fields of its lines by commas"
+                f"{opened.path} has the one column {columns[0]!r}: separate the fields of its lines by "
+                f"{'tabs' if mark != ',' else 'commas (by tabs in a file named .tsv)'}"
             )
         if len(first_line) and not isinstance(first_line.index, pandas.RangeIndex):
             # pandas takes the first fields for names of the lines, and gives each column the text of the next one.
@@ -114,7 +128,7 @@ def _read_csv(files: list[str], split: str, streaming: bool) -> Any:
     features = datasets.Features({name: datasets.Value("string") for name in first[1]})
     rows = datasets.load_dataset(
         "csv", data_files=files, split=split, streaming=streaming, features=features, keep_default_na=False,
-        na_values=[""],
+        na_values=[""], sep=mark,
     )  # fmt: skip
     if not is_table(rows):
         return rows
@@ -203,7 +217,28 @@ def _read_json(files: list[str], split: str, streaming: bool) -> Any:
         keys = tuple(file.fs.ukey(file.path) for file in fsspec.open_files(files))
         arguments = {"files": files, "features": plain, "keys": keys}
         rows = kind.from_generator(_json_rows, features=plain, gen_kwargs=arguments)
+    is_document = is_table(rows) and len(rows) == 1 and ".json" in Path(files[0]).suffixes  # a .jsonl has a row a line
+    if is_document and (fault := _columns_fault(rows[0])):
+        raise ConfigError(f"{', '.join(files)} {fault}")
     return pick({"train": rows}, split, ", ".join(files)) if by_row or is_stream(rows) else rows
+
+
+def _columns_fault(row: Row) -> str | None:
+    """The fault of the only row of a json file that is one object with all rows in it, as pandas writes columns."""
+    held = list(row.values())
+    if all(isinstance(value, dict) and "0" in value for value in held) or (
+        all(isinstance(value, list) and all(isinstance(each, str) for each in value) for value in held)
+        and row.keys() & set(TEXTS)
+    ):
+        return (
+            "is one object, whose columns hold the values of all rows: write a list of rows, or each on a line of its "
+            "own, as pandas does with to_json(orient='records', lines=True)"
+        )
+    (name, inner), *others = row.items()
+    objects = isinstance(inner, list) and inner and all(isinstance(each, dict) for each in inner)
+    if objects and not others and not inner[0].keys() & {"role", "from"}:
+        return f"is one object, whose key {name!r} has the rows: write that list alone"
+    return None
 
 
 def _features_of_all(files: Sequence[str]) -> Any:
@@ -284,12 +319,14 @@ def read_folder(folder: str, split: str, name: str | None, streaming: bool) -> A
             own = str(loaded.split or "train").partition("[")[0]
             loaded = datasets.DatasetDict({"train": loaded, own: loaded})
         return pick(loaded, split, folder)
-    if not any(map(reader_of, files)):
-        raise ConfigError(f"the folder {folder!r} holds no {', '.join(READERS)} file and no saved data set")
+    if not any(map(holds_rows, files)):
+        kinds = ", ".join(kind for kind in READERS if READERS[kind] != "text")
+        texts = f"; {folder.rstrip('/')}/*.txt names its texts" if any(map(reader_of, files)) else ""
+        raise ConfigError(f"the folder {folder!r} holds no {kinds} file and no saved data set{texts}")
     remote = "://" in folder
     if remote or (name is None and not _has_card(Path(folder) / "README.md")):
         found = reading(folder, lambda: DataFilesDict.from_patterns(get_data_patterns(folder), base_path=folder))
-        readable = {str(part): [file for file in its if reader_of(file)] for part, its in found.items()}
+        readable = {str(part): [file for file in its if holds_rows(file)] for part, its in found.items()}
         if remote or sum(map(len, readable.values())) == sum(map(len, found.values())):  # else images, or the like
             readable = {part: its for part, its in readable.items() if its}
             parts = split_names(split, readable, folder)
@@ -300,6 +337,11 @@ def read_folder(folder: str, split: str, name: str | None, streaming: bool) -> A
                 raise ConfigError(f"cannot load {file}: {fault}")
     loaded = reading(folder, lambda: datasets.load_dataset(folder, name, streaming=streaming), list(files.values()))
     return pick(loaded, split, folder)
+
+
+def holds_rows(file: str) -> bool:
+    """True for a file of a folder that can be read, unless it is text, as notes and licences beside the rows are."""
+    return reader_of(file) not in (None, "text")
 
 
 def _has_card(file: Path) -> bool:
@@ -329,10 +371,11 @@ def folder_of(path: Any) -> Path | None:
         or ".py:" in str(first)
     ):
         return None
-    local = Path(str(first).partition("*")[0] if "*" in str(first) else first).expanduser()
+    pattern = is_pattern(str(first))
+    local = Path(PATTERN.split(str(first))[0] if pattern else first).expanduser()
     if local.is_dir():
         return local
-    return local.parent if local.is_file() or "*" in str(first) else None
+    return local.parent if local.is_file() or pattern else None
 
 
 def local_files(path: Any) -> dict[str, Path]:
@@ -344,12 +387,17 @@ def local_files(path: Any) -> dict[str, Path]:
         folder, local = folder_of(one), Path(one).expanduser()
         if folder is None:
             continue
-        if "*" in one:
+        if is_pattern(one):
             files = matching(local)
         else:
             files = [local] if local.is_file() else folder.rglob("*")
         found |= {f"{os.path.relpath(file, folder)} of {one}": file for file in sorted(files) if file.is_file()}
     return found
+
+
+def is_pattern(path: str) -> bool:
+    """True for a path with letters that stand for others (*, ? or [...]), which is not itself that of a file here."""
+    return PATTERN.search(path) is not None and not Path(path).expanduser().exists()
 
 
 def matching(pattern: Path) -> Iterator[Path]:

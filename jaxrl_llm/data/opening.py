@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,7 +159,8 @@ def source_options(source: Any) -> dict[str, Any]:
     if not options.get("path") and not options.get("data_files"):
         raise ConfigError(f"data.sources has {source!r}, which names no data; give it a path or data_files")
     weight = options.get("weight")
-    if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float) or weight <= 0):
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight < math.inf
+    if weight is not None and not is_number:
         raise ConfigError(f"data.sources: the weight of {options.get('path')!r} is {weight!r}; it is a number above 0")
     for key in COLUMN_KEYS:
         if key in options and not (isinstance(options[key], str) and options[key]):

@@ -37,7 +37,16 @@ def split_pair(example: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     if isinstance(chosen, str) and shared and chosen[shared - 1] == " ":
         shared -= 1
     if shared == 0:
-        raise ConfigError("chosen and rejected share no beginning to be the prompt; add a prompt column")
+        prompt = example.get("prompt")
+        if isinstance(prompt, str) and not isinstance(chosen, str) and not isinstance(rejected, str):
+            raise ConfigError(
+                f"the prompt is the text {prompt!r:.80}, but chosen and rejected are messages that do not begin with "
+                "it: give all as text, or all as messages"
+            )
+        raise ConfigError(
+            "chosen and rejected share no beginning to be the prompt; add a prompt column, or name yours with "
+            "data.prompt_key"
+        )
     if chosen == rejected or not (isinstance(chosen, str) or (chosen[shared:] and rejected[shared:])):
         raise ConfigError(
             "chosen and rejected are the same, or one only begins the other; drop the row or add a prompt"

@@ -11,7 +11,7 @@ import numpy as np
 from jaxrl_llm.config.resolve import ConfigError, failing_as, naming, resolve, split_options
 from jaxrl_llm.data import Row, tasks
 from jaxrl_llm.data.diagnose import reader_of
-from jaxrl_llm.data.files import ONLY, matching, read_files, read_folder, read_remote
+from jaxrl_llm.data.files import ONLY, holds_rows, is_pattern, matching, read_files, read_folder, read_remote
 from jaxrl_llm.data.formats.native import as_rows
 from jaxrl_llm.data.splits import SplitError, is_splits, is_stream, is_table, numbers_in_rows, pick, reading, undecoded
 
@@ -49,8 +49,9 @@ def load(
     `path` is one of these:
 
     - `task:<name>`, a built-in task, whose splits may be taken in parts too;
-    - a .parquet, .jsonl, .json, .csv or .arrow file (maybe compressed: .jsonl.gz), or a pattern such as
-      `data/*.parquet`, or a list of files: one split, "train" (or a part of it: "train[:10%]"), in that order;
+    - a .parquet, .jsonl (.ndjson), .json, .csv, .tsv, .arrow or .txt file (maybe compressed: .jsonl.gz), or a pattern
+      such as `data/*.parquet`, or a list of files: one split, "train" (or a part of it: "train[:10%]"), in that order;
+      each line of a .txt file is a row with the column `text`;
     - a folder that `save_to_disk` wrote, or a folder of such files (words of their names, or of their folders' names,
       tell the split, as in `datasets`);
     - any of these in a bucket: `gs://`, `s3://`, or another protocol of fsspec;
@@ -63,9 +64,9 @@ def load(
 
     The result is a `datasets.Dataset`, or a list where the rows come as Python objects. With `streaming` files are read
     as they are needed, and it is a `datasets.IterableDataset`. `ds_type` names the type of the files (json, csv,
-    parquet, arrow) where their names do not. Text stays as it was written: a column of a csv file is numbers where each
-    of them writes as it was (42 does, 0042 and 0.50 do not), unless rows are made of it (prompt, completion, ...) or it
-    is streamed; dates in json are text.
+    parquet, arrow, text) where their names do not. Text stays as it was written: a column of a csv file is numbers
+    where each of them writes as it was (42 does, 0042 and 0.50 do not), unless rows are made of it (prompt, completion,
+    ...) or it is streamed; dates in json are text.
 
     Raises ConfigError: nothing there, no such split (listing those there are), unreadable (naming the line), without
     rows, or a list to stream of which a column changes its type.
@@ -127,16 +128,22 @@ def _load_path(
     if "://" in path:
         return read_remote(path, split, name, streaming, ds_type)
     local = Path(path).expanduser()
-    if local.is_file() or ("*" in path and any(matching(local))):
+    if local.is_file() or (is_pattern(path) and any(matching(local))):
         if name is not None:
             raise ConfigError(f"{path!r} is a file, which has no configuration {name!r}: leave the name out")
-        return read_files([str(local)], split, streaming, ds_type)
+        files = [str(local)]
+        if not local.is_file() and reader_of(path) is None and ds_type is None:  # data/*: what can be read of that
+            files = [str(file) for file in sorted(matching(local)) if file.is_file() and holds_rows(str(file))] or files
+        return read_files(files, split, streaming, ds_type)
     if local.is_dir():
         return read_folder(str(local), split, name, streaming)
     # What is no name of the hub is not asked of it: its error would hide the misspelling of a path.
     if reader_of(path) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path):
+        parts = path.split(",")
+        several = len(parts) > 1 and all(Path(part.strip()).expanduser().exists() for part in parts)
+        way_out = "; several are entries of data.sources" if several else ""
         raise ConfigError(
-            f"there is no file or folder {path!r}; check data.path (a relative path starts at {Path.cwd()})"
+            f"there is no file or folder {path!r}; check data.path (a relative path starts at {Path.cwd()}){way_out}"
         )
     title = f"{path if name is None else f'{path} ({name})'}, which is no file or folder here, from the hub"
     return reading(title, lambda: _from_hub(path, name, split, streaming))

@@ -306,6 +306,7 @@ class FormsRead(NamedTuple):
     objects: bool  # arguments of calls that are objects
     json_texts: bool  # arguments of calls that are JSON text, as OpenAI writes them
     developers: bool  # messages of the role developer, OpenAI's name of system
+    functions: bool  # messages of the role function, OpenAI's earlier name of tool
 
 
 _FORMS_READ: dict[str, FormsRead] = {}  # by chat template
@@ -334,8 +335,30 @@ def forms_read(tokenizer: Any) -> FormsRead:
             objects=reads(called({"argument": 1}), "argument", "'argument'"),
             json_texts=reads(called('{"argument": 1}'), '{"argument": 1}', "'argument'"),
             developers="developer" in template,
+            functions=re.search(r"role\W+function\b", template) is not None,  # as of ['role'] == 'function'
         )
     return _FORMS_READ[template]
+
+
+def calls_of(message: Message) -> Any:
+    """The calls of a message: those of `tool_calls`, which may be JSON text, or OpenAI's earlier `function_call`.
+
+    Raises ConfigError for text that is no JSON of a list.
+    """
+    calls = message.get("tool_calls")
+    if not calls and isinstance(function := message.get("function_call"), Mapping):
+        return tool_calls([function])
+    if not isinstance(calls, str):
+        return calls
+    try:
+        read = json.loads(calls) if calls.strip() else []
+    except ValueError:
+        read = None
+    if not isinstance(read, list):
+        raise ConfigError(
+            f"a message has the tool_calls {calls!r:.80}; they are a list of calls, or the JSON text of one"
+        )
+    return read
 
 
 def _in_form(message: dict[str, Any], reads: FormsRead) -> dict[str, Any]:
@@ -344,13 +367,16 @@ def _in_form(message: dict[str, Any], reads: FormsRead) -> dict[str, Any]:
     Texts become a part, and parts that are all texts one text. Arguments of calls that are JSON text, as OpenAI writes
     them and columns of one type need them, become objects: a template would write them as a text within the call. Where
     a template reads JSON text alone, as DeepSeek's, objects become that. The role developer is system to a template
-    that does not name it: it would leave the message out, or show a role that no model knows.
+    that does not name it: it would leave the message out, or show a role that no model knows; so is OpenAI's earlier
+    role function that of a tool.
 
     Raises ConfigError for a part that is no text where the template reads none: it would write Python's text of it.
     """
     if message["role"] == "developer" and not reads.developers:
         message = {**message, "role": "system"}
-    content, calls = message.get("content"), message.get("tool_calls")
+    if message["role"] == "function" and not reads.functions:
+        message = {**message, "role": "tool"}
+    content = message.get("content")
     if isinstance(content, str) and reads.parts and not reads.texts:
         message = {**message, "content": [{"type": "text", "text": content}]}
     elif isinstance(content, list) and reads.texts and not reads.parts:
@@ -362,9 +388,14 @@ def _in_form(message: dict[str, Any], reads: FormsRead) -> dict[str, Any]:
                 f"a content has the part {others[0]!r:.80}, but the chat template reads texts alone: leave it out, or "
                 "name a template that reads it (data.chat_template)"
             )
-    if isinstance(calls, list | tuple) and (reads.objects or reads.json_texts):
-        message = {**message, "tool_calls": [_with_arguments(call, reads.objects) for call in calls]}
-    return message
+    calls = calls_of(message)
+    if isinstance(calls, list | tuple) and calls:
+        read = reads.objects or reads.json_texts
+        calls = [_with_arguments(call, reads.objects) if read else call for call in calls]
+        return {**message, "tool_calls": calls}
+    if calls or "tool_calls" not in message:
+        return message
+    return {key: value for key, value in message.items() if key != "tool_calls"}
 
 
 def _is_text_part(part: Any) -> bool:

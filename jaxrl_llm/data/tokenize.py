@@ -19,7 +19,14 @@ from jaxrl_llm.data import Row
 from jaxrl_llm.data.conversations import Ids, conversation, ended, prompt_and_completion, with_steps
 from jaxrl_llm.data.image_rows import ImageReader, ImageText
 from jaxrl_llm.data.pairs import ANSWERS, prompt_and_answers
-from jaxrl_llm.data.templates import TEMPLATE_COLUMNS, checked, plain_ids, render_prompt, template_options
+from jaxrl_llm.data.templates import (
+    TEMPLATE_COLUMNS,
+    checked,
+    is_conversational,
+    plain_ids,
+    render_prompt,
+    template_options,
+)
 
 log = logging.getLogger(__name__)
 
@@ -208,8 +215,20 @@ def completion_row(
         )
     raise ConfigError(
         f"the row has the columns {', '.join(example)}; supervised fine-tuning reads prompt and completion, "
-        "or messages, or text; rename them, or name their format with data.format"
+        f"or messages, or text; {_naming(example)}"
     )
+
+
+def _naming(example: Mapping[str, Any]) -> str:
+    """The settings, as the end of a message, that name the columns of an example of other names: of a conversation the
+    one that reads it."""
+    for name, value in example.items():
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(first, Mapping) and {"from", "value"} <= first.keys():
+            return f"set data.format=\"sharegpt(field='{name}')\", which reads {name}"
+        if is_conversational(value):
+            return f"set data.format=\"chat_template(field_messages='{name}')\", which reads {name}"
+    return "rename them, or name them with data.prompt_key and data.completion_key, or their format with data.format"
 
 
 def token_row(example: Mapping[str, Any], tokenizer: Any, loss_on: str) -> Row:

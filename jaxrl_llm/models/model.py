@@ -51,6 +51,12 @@ class Model:
     mesh: Mesh | None = None
     changed: bool = False  # its parameters, adapters aside, may be others than those at `path`
 
+    def __repr__(self) -> str:
+        """A line without numbers: a notebook shows what a cell ends with, and those of all layers are no reading."""
+        count = sum(x.size for x in jax.tree.leaves(self.net.plain.shapes()))
+        family = (self.hf_config or {}).get("model_type", "model")
+        return f"<Model {self.path or 'in memory'}: {family}, {count / 1e6:.2f} M parameters, {self.net.config.dtype}>"
+
     @property
     def max_positions(self) -> int | None:
         """The longest rows that it is made for, by its table of positions or its config.json; None: nothing says."""
@@ -65,8 +71,11 @@ class Model:
         positions `[N,T]`: default counts from 0 in each segment; images: what the rows' image tokens stand for;
         prompt_width: the columns of prompts, whose tokens see each other in a PaliGemma; other models read it not.
 
-        Raises ConfigError for positions behind those that the model has learned.
+        Raises ConfigError for tokens of another shape, and for positions behind those that the model has learned.
         """
+        if isinstance(tokens, str) or np.ndim(tokens) != 2:
+            shown = f"an array {tokens.shape}" if hasattr(tokens, "shape") else f"{tokens!r:.80}"
+            raise ConfigError(f"a model reads rows of token ids, [N,T], and not {shown}: one row is model([ids])")
         if (most := self.net.config.position_limit) is not None and not isinstance(tokens, Tracer):
             counted = positions
             if counted is None:
@@ -442,9 +451,14 @@ def compute_dtype(dtype: str) -> str:
 
 
 def check_loaded(model: Any, function: str) -> None:
-    """Raises ConfigError, which names the `function`, for a path where it takes a loaded model."""
+    """Raises ConfigError, which names the `function`, for a path or another object where it takes a loaded model."""
     if isinstance(model, str | os.PathLike):
         raise ConfigError(f"{function} takes a model, not {model!r}: load it first, jaxrl_llm.load_model({model!r})")
+    if not isinstance(model, Model):
+        kind = f"{type(model).__module__.partition('.')[0]} {type(model).__name__}"
+        inner = isinstance(getattr(model, "model", None), Model)  # the Result of a run
+        way_out = "give its .model" if inner else "load it with jaxrl_llm.load_model, from its folder or hub id"
+        raise ConfigError(f"{function} takes a model of this library, not a {kind}: {way_out}")
 
 
 def check_tokenizer(model: Model) -> None:
@@ -511,6 +525,7 @@ def save_adapter(model: Model, path: str | os.PathLike[str]) -> None:
     at all, and takes the place of an earlier one. With many processes all must call. Raises ConfigError for a model
     without adapters, and when `path` holds something other than an adapter.
     """
+    check_loaded(model, "save_adapter")
     if not lora.has_adapters(model.params):
         raise ConfigError("the model has no adapters: all of it was trained. Save it with save_hf")
     folder = Path(path).expanduser().absolute()

@@ -18,6 +18,7 @@ from jaxrl_llm.config import ConfigError, to_json
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.files.hf import EMBEDDED, load_tokenizer, remember_images
 from jaxrl_llm.models.model import Model
+from jaxrl_llm.train import Result
 from tests.data.coded_tokenizer import coded_folder, kind
 
 module = importlib.import_module("jaxrl_llm.commands.generate")
@@ -67,6 +68,18 @@ def test_a_path_in_the_place_of_a_model(tmp_path):
     for call in (lambda: jaxrl_llm.generate("runs/x/hf", ["a"]), lambda: jaxrl_llm.save_hf("runs/x/hf", tmp_path)):
         with pytest.raises(ConfigError, match=r"takes a model, not 'runs/x/hf': load it first, jaxrl_llm.load_model"):
             call()
+
+
+def test_another_object_in_the_place_of_a_model(model, tmp_path):
+    """The Result of a run, and a model of transformers: attributes that these lack would be all that is said."""
+    for given, way_out in (
+        (Result(model, [], tmp_path), "give its .model"),
+        (object(), "load it with jaxrl_llm.load_mo"),
+    ):
+        for call in (jaxrl_llm.generate, jaxrl_llm.save_hf, jaxrl_llm.save_adapter):
+            message = rf"{call.__name__} takes a model of this library, not a \w+ {type(given).__name__}: {way_out}"
+            with pytest.raises(ConfigError, match=message):
+                call(given, ["a"] if call is jaxrl_llm.generate else tmp_path)
 
 
 def test_defaults_are_those_of_the_flags():

@@ -5,12 +5,14 @@ import re
 import jax
 import pytest
 
+from jaxrl_llm.algorithms import policy_losses
+from jaxrl_llm.algorithms.preference_losses import LOSSES
 from jaxrl_llm.config import ConfigError, default, rows_together, validate
 from jaxrl_llm.config.checks.contradictions import check_own_functions
 from jaxrl_llm.config.resolve import resolve_with_options
 from jaxrl_llm.training.advantages import advantage_rule
 from jaxrl_llm.training.setup.mesh import build_mesh
-from jaxrl_llm.training.setup.objectives import policy_loss, preference_spec
+from jaxrl_llm.training.setup.objectives import POLICY_NAMES, PREFERENCE_NAMES, policy_loss, preference_spec
 from jaxrl_llm.training.setup.run import build
 
 LABELLED = """
@@ -127,6 +129,39 @@ def test_a_loss_that_takes_other_arguments_is_refused_before_it_is_called(file, 
         return
     with pytest.raises(ConfigError, match=rf"algorithm.loss is 'own.py:own', but it is called as loss\(.*{called}"):
         loss_of(config_of(name, "own.py:own"))
+
+
+def test_a_loss_that_computes_with_a_reference_says_that_it_reads_one(file):
+    """It would be given None, of which the error of its own arithmetic says nothing."""
+    code = "def own(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta, lengths):\n    return {}\n"
+    file.write_text(code.format("policy_chosen - ref_chosen"))
+    with pytest.raises(
+        ConfigError, match=r"computes with the log-probs of a reference, .*: write own.reference = True"
+    ):
+        preference_spec(config_of("preference", "own.py:own"))
+    assert preference_spec(config_of("preference", "own.py:own+dpo")).needs_reference
+    file.write_text(code.format("policy_chosen - ref_chosen") + "own.reference = True\n")
+    assert preference_spec(config_of("preference", "own.py:own")).needs_reference
+    file.write_text(code.format("policy_chosen if ref_chosen is None else ref_chosen"))
+    assert not preference_spec(config_of("preference", "own.py:own")).needs_reference
+
+
+@pytest.mark.parametrize(
+    ("name", "loss", "message"),
+    [
+        ("preference", "rpo", "algorithm.loss: 'rpo' is called otherwise here: write dpo\\+sft"),
+        ("preference", "KTO_pair", "write kto, which reads a pair as a desirable and an undesirable row"),
+        ("preference", "bco(running_mean=True)", "write bco_pair"),
+        ("preference", "SPPO_HARD", "the closest is sppo_hard"),
+        ("preference", "gpg", "unknown name 'gpg'; known are"),
+        ("grpo", "geo_mean", "algorithm.loss: 'geo_mean' is called otherwise here: write gmpo"),
+    ],
+)
+def test_names_of_other_libraries_lead_to_the_loss(name, loss, message):
+    with pytest.raises(ConfigError, match=message):
+        (policy_loss if name == "grpo" else preference_spec)(config_of(name, loss))
+    known = {**LOSSES, **vars(policy_losses)}
+    assert not known.keys() & {*POLICY_NAMES, *PREFERENCE_NAMES} and "dpo" in known
 
 
 def test_named_losses_are_checked_at_a_look():

@@ -82,6 +82,20 @@ SAMPLES: list[tuple[str, str, Row]] = [
     ),
     (
         "pairs",
+        "sharegpt",
+        {
+            "conversations": [{"from": "human", "value": "2+2?"}],
+            "chosen": {"from": "gpt", "value": "4"},
+            "rejected": {"from": "gpt", "value": "5"},
+        },
+    ),
+    (
+        "labels",
+        "sharegpt",
+        {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}], "kto_tag": True},
+    ),
+    (
+        "pairs",
         "openai_preference",
         {"input": {"messages": [ASK], "tools": []}, "preferred_output": [YES], "non_preferred_output": [NO]},
     ),
@@ -116,6 +130,13 @@ SAMPLES: list[tuple[str, str, Row]] = [
     ),
     ("completions", "alpaca", {"instruction": "Add.", "input": "2+2", "output": "4"}),
     ("completions", "alpaca", {"instruction": "Add 2 and 2.", "input": "", "output": "4"}),
+    (
+        "completions",
+        "llamafactory",
+        {"instruction": "Add.", "input": "2+2", "output": "4", "system": "Be brief.", "history": [["1+1?", "2"]]},
+    ),
+    ("pairs", "llamafactory", {"instruction": "2+2?", **ANSWERS}),
+    ("labels", "llamafactory", {"instruction": "2+2?", "output": "4", "kto_tag": True}),
     ("pairs", "user_defined", {"system": "Add.", "prompt": "2+2?", **ANSWERS}),
     (
         "pairs",

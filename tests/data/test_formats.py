@@ -7,6 +7,7 @@ import pytest
 
 from jaxrl_llm.config import default
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.data.formats import axolotl_sft, native
 from jaxrl_llm.data.formats.lookup import COMMON, LABELS, PAIRS, as_prompt, find
 from jaxrl_llm.data.formats.native import thread_messages
 from jaxrl_llm.data.tokenize import RowTokenizer
@@ -457,6 +458,50 @@ def test_sharegpt_with_tools_and_a_system_text():
         turns[2]["value"] = wrong
         with pytest.raises(ConfigError, match=r"the function_call .* takes JSON with name and arguments there"):
             find("sharegpt")(row)
+
+
+def test_sharegpt_with_other_names_of_roles_and_with_answers():
+    """Collections have answers of several services; LLaMA-Factory's have pairs and ratings."""
+    names = ["human", "GPT", "User", "chatgpt", "tool", "bing", "ipython", "model"]
+    turns = [{"from": name, "value": name} for name in names]
+    roles = [message["role"] for message in find("auto", "completions")({"conversations": turns})["messages"]]
+    assert roles == ["user", "assistant", "user", "assistant", "tool", "assistant", "ipython", "assistant"]
+    ask, yes, no = ({"from": name, "value": text} for name, text in (("human", "Q"), ("gpt", "yes"), ("gpt", "no")))
+    row = {"conversations": [ask], "chosen": yes, "rejected": no, "system": "S"}
+    made = find("auto", "pairs")(row)
+    assert made["prompt"] == [{"role": "system", "content": "S"}, user("Q")]
+    assert (made["chosen"], made["rejected"]) == ([assistant("yes")], [assistant("no")])
+    made = find("auto", "labels")({"conversations": [ask, yes], "kto_tag": False})
+    assert (made["prompt"], made["completion"], made["label"]) == ([user("Q")], [assistant("yes")], False)
+    with pytest.raises(ConfigError, match=r"column 'chosen' holds 'yes', but the format sharegpt takes from and value"):
+        find("sharegpt", "pairs")({**row, "chosen": "yes"})
+
+
+def test_a_system_text_that_nothing_reads_is_told(caplog):
+    native._tell_of_system.cache_clear()
+    for row in ({"prompt": "Q", "system": " "}, {"conversations": [{"from": "human", "value": "Q"}], "system": "S"}):
+        find("auto", "prompts")(row)
+    assert not caplog.text
+    for row in ({"prompt": "Q", **PLAIN, "system": "S"}, {"messages": [user("Q")], "system": "S"}):
+        assert find("auto", "pairs")(row) == row
+    assert caplog.text.count("a column 'system', which is no part of the prompts") == 1
+
+
+def test_rows_of_llamafactory(caplog):
+    row = {"instruction": "Q", "input": "more", "output": "yes", "system": "S", "history": [["q", "r"]]}
+    opening = [{"role": "system", "content": "S"}, user("q"), assistant("r"), user("Q\nmore")]
+    assert find("llamafactory", "completions")(row)["messages"] == [*opening, assistant("yes")]
+    assert find("llamafactory", "prompts")(row)["prompt"] == opening
+    assert "messages" not in find("llamafactory", "prompts")(row)
+    made = find("llamafactory(field_label='liked')", "labels")({**row, "liked": True})
+    assert (made["prompt"], made["completion"], made["label"]) == (opening, [assistant("yes")], True)
+    made = find("llamafactory(prompt='ask', query='text')", "pairs")({"ask": "Q", "text": "", **PLAIN})
+    assert (made["prompt"], made["chosen"], made["rejected"]) == ([user("Q")], [assistant("yes")], [assistant("no")])
+    with pytest.raises(ConfigError, match=r"column 'history' is .* the format llamafactory takes lists of two texts"):
+        find("llamafactory", "completions")({**row, "history": ["q", "r", "s"]})
+    axolotl_sft._tell_of_unread.cache_clear()
+    find("alpaca", "completions")(row)
+    assert "alpaca does not read the column 'system'" in caplog.text and "'history'" in caplog.text
 
 
 def test_every_format_has_a_row_in_the_table(tokenizer):

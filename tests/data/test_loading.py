@@ -1,6 +1,7 @@
 """Sources, formats and tokenising together, as the configuration asks for them."""
 
 import json
+import math
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -362,8 +363,9 @@ def test_options_beside_the_path(tokenizer):
         tokens_of(config_of(sources=[{"path": "orca.jsonl", "type": "chatml.intel", "splitt": "train"}]), tokenizer)
     with pytest.raises(ConfigError, match=r"which names no data; give it a path or data_files"):
         tokens_of(config_of(sources=[{"type": "chatml"}]), tokenizer)
-    with pytest.raises(ConfigError, match=r"the weight of 'orca.jsonl' is 0; it is a number above 0"):
-        tokens_of(config_of(sources=["orca.jsonl(weight=0)"]), tokenizer)
+    for weight in (0, math.nan, math.inf, True):
+        with pytest.raises(ConfigError, match=rf"the weight of 'orca.jsonl' is {weight}; it is a number above 0"):
+            tokens_of(config_of(sources=[{"path": "orca.jsonl", "weight": weight}]), tokenizer)
 
 
 @pytest.mark.parametrize(

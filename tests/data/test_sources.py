@@ -15,6 +15,7 @@ import pytest
 from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.diagnose import content_fault
+from jaxrl_llm.data.files import local_files
 from jaxrl_llm.data.formats.lookup import FactoryOptions
 from jaxrl_llm.data.sources import load
 
@@ -163,11 +164,11 @@ def test_errors(tmp_path, table, monkeypatch):
     for path in ("/nowhere/rows", "nowhere/", "no where"):
         with pytest.raises(ConfigError, match=rf"no file or folder '{path}'"):
             load(path)
-    (tmp_path / "rows.txt").write_text("a")
+    (tmp_path / "rows.zip").write_text("a")
     with pytest.raises(
-        ConfigError, match=re.escape("not a kind of file that can be read; those are .parquet, .jsonl, .json, .csv")
+        ConfigError, match=r"not a kind of file that can be read; those are .parquet, .jsonl, [^(]*; unpack it first$"
     ):
-        load("rows.txt")
+        load("rows.zip")
     with pytest.raises(ConfigError, match=r"'2\+2\?, 3\+3\?' is not .* rows in memory is written {'prompt': text}"):
         load(["2+2?", "3+3?"])
     (tmp_path / "bad.json").write_text("{nonsense")
@@ -433,6 +434,54 @@ def test_several_files(tmp_path, monkeypatch):
     assert load("part*.csv", "train[1:]")["prompt"][:] == ["p1", "p2"]
 
 
+def test_patterns_and_names_that_read_like_one(tmp_path, monkeypatch):
+    """`datasets` takes the name of a file for a pattern, and says nothing of one that matches no file."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("part1.jsonl", "part2.jsonl", "part[1].jsonl", "rows[a].parquet", "rows[a].csv"):
+        if name.endswith("parquet"):
+            datasets.Dataset.from_list([{"prompt": name}]).to_parquet(name)
+        else:
+            (tmp_path / name).write_text(f"prompt\n{name}\n" if ".csv" in name else f'{{"prompt": "{name}"}}\n')
+    for path in ("part[1].jsonl", "rows[a].parquet", f"{tmp_path}/rows[a].csv"):
+        for streaming in (False, True):
+            assert [row["prompt"] for row in load(path, streaming=streaming)] == [path.rpartition("/")[2]]
+    assert load("part?.jsonl")["prompt"][:] == load("part[12].jsonl")["prompt"][:] == ["part1.jsonl", "part2.jsonl"]
+    assert sorted(local_files("part?.jsonl")) == ["part1.jsonl of part?.jsonl", "part2.jsonl of part?.jsonl"]
+    with pytest.raises(ConfigError, match=r"no file or folder 'part\[3\].jsonl'"):
+        load("part[3].jsonl")
+    with pytest.raises(
+        ConfigError, match=r"no file or folder 'part1.jsonl, part2.jsonl'; .* several are entries of data.s"
+    ):
+        load("part1.jsonl, part2.jsonl")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner/rows.ndjson").write_text('{"prompt": "p"}\n')
+    (tmp_path / "inner/notes.txt").write_text("a note\n")
+    assert load("inner/*")["prompt"][:] == ["p"]
+    with pytest.raises(ConfigError, match=r"rows\[a\].csv is a csv file, but .*part1.jsonl a json file"):
+        load("*")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_texts_and_tabs(tmp_path, streaming):
+    (tmp_path / "texts.txt").write_text("one\n\ntwo, 0042\n")
+    assert [row["text"] for row in load(tmp_path / "texts.txt", streaming=streaming)] == ["one", "", "two, 0042"]
+    (tmp_path / "rows.tsv").write_text("prompt\tanswer\na, b\t0042\n")
+    assert list(load(tmp_path / "rows.tsv", streaming=streaming)) == [{"prompt": "a, b", "answer": "0042"}]
+    (tmp_path / "rows.csv").write_text("prompt,answer\nc,1\n")
+    with pytest.raises(ConfigError, match=r"some are csv and some tsv: make them two sources"):
+        load([f"{tmp_path}/rows.tsv", f"{tmp_path}/rows.csv"], streaming=streaming)
+
+
+def test_texts_beside_the_rows_of_a_folder_are_notes(tmp_path):
+    (tmp_path / "notes.txt").write_text("a note\n")
+    with pytest.raises(
+        ConfigError, match=r"holds no .parquet, [^;]*.arrow file and no saved data set; .*/\*.txt names"
+    ):
+        load(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]))
+    assert load(tmp_path).to_list() == ROWS[:1]
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_parquet_files_without_rows_are_passed_over(tmp_path, streaming):
     """Programs that write in parts leave some, which `datasets` fails on."""
@@ -461,7 +510,7 @@ def test_files_of_several_types_and_of_unknown_ones(tmp_path, monkeypatch):
     assert len(load(["~/a.jsonl", "b.JSONL"])) == 2
     with pytest.raises(ConfigError, match=r"c.csv is a csv file, but a.jsonl a json file; .* two of data.sources"):
         load(["a.jsonl", "b.JSONL", "c.csv"])
-    with pytest.raises(ConfigError, match=r"ds_type of 'a.jsonl' is 'jsonl'; it is parquet, json, csv, arrow"):
+    with pytest.raises(ConfigError, match=r"ds_type of 'a.jsonl' is 'jsonl'; it is parquet, json, csv, arrow, text"):
         load("a.jsonl", ds_type="jsonl")
 
 
@@ -570,6 +619,19 @@ def test_a_class_with_the_signature_of_verl(tmp_path):
         ("none.json", b"[]", "the list has no rows; give it at least one"),
         ("marks.csv", b"prompt;answer\na;1\n", "has the one column 'prompt;answer': separate .* by commas"),
         ("scalar.jsonl", b'{"p": "a"}\n3\n', "line 2 is 3, not an object"),
+        ("none.jsonl", b"{}", "the object has no rows; give it at least one"),
+        ("marks.tsv", b"prompt,answer\na,1\n", "has the one column 'prompt,answer': separate .* by tabs"),
+        ("rows.txt", b'\n{"prompt": "a"}\n', "line 2 is JSON, but every line of a .txt file is a text"),
+        (
+            "lines.csv",
+            b'{"prompt": "a", "answer": "1"}\n',
+            "is named as a csv file, but its lines are JSON: name it .jsonl",
+        ),
+        ("texts.txt", b"a\n\xe9t\xe9\n", r"line 2 is not UTF-8"),
+        ("here.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "run git lfs pull"),
+        ("frame.json", b'{"prompt": {"0": "a", "1": "b"}}', r"is one object, whose columns .*orient='records'"),
+        ("lists.json", b'{"prompt": ["a", "b"], "completion": ["c", "d"]}', "is one object, whose columns hold"),
+        ("rows.json", b'{"data": [{"prompt": "a"}]}', "is one object, whose key 'data' has the rows"),
     ],
 )
 def test_damaged_files(tmp_path, monkeypatch, name, content, message):

@@ -9,6 +9,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from jaxrl_llm.config.resolve import ConfigError
+from jaxrl_llm.data.formats.lookup import find
 from jaxrl_llm.data.length_limit import LimitedTokenizer
 from jaxrl_llm.data.loading import token_rows
 from jaxrl_llm.data.opening import DataSource
@@ -216,6 +217,39 @@ def test_calls_that_the_template_leaves_out_are_not_learned_as_empty_turns(token
     chatml_tokenizer.chat_template = chatml_tokenizer.chat_template.replace("message.content", shown)
     (made,) = tokenized("completions", [{"messages": messages}], chatml_tokenizer)
     assert learned(chatml_tokenizer, **made) == "look<|im_end|>\nA<|im_end|>\n"
+
+
+def test_calls_in_other_forms(chatml_tokenizer):
+    """OpenAI's former function_call and role function, and calls as JSON text, as a column of one type needs them."""
+    shown = "((message.tool_calls[0].function | tojson) if message.tool_calls else message.content)"
+    chatml_tokenizer.chat_template = chatml_tokenizer.chat_template.replace("message.content", shown)
+    called = {"name": "look", "arguments": '{"at": 1}'}
+    calls = [{"type": "function", "function": called}]
+    turn, result = {"role": "assistant", "content": ""}, {"role": "tool", "content": "7"}
+    (usual,) = tokenized(
+        "completions", [{"messages": [user("Q"), {**turn, "tool_calls": calls}, result]}], chatml_tokenizer
+    )
+    assert learned(chatml_tokenizer, **usual) == '{"name": "look", "arguments": {"at": 1}}<|im_end|>\n'
+    former = {"role": "assistant", "content": None, "function_call": called}
+    for messages in (
+        [user("Q"), former, {**result, "role": "function", "name": "look"}],
+        [user("Q"), {**turn, "tool_calls": json.dumps(calls)}, result],
+    ):
+        assert tokenized("completions", [{"messages": messages}], chatml_tokenizer) == [usual]
+    for text in ("", "[]"):
+        messages = [{**user("Q"), "tool_calls": text}, {**turn, "content": "A", "tool_calls": text}]
+        (row,) = tokenized("completions", [{"messages": messages}], chatml_tokenizer)
+        assert learned(chatml_tokenizer, **row) == "A<|im_end|>\n"
+    with pytest.raises(
+        ConfigError, match=r"a message has the tool_calls '\[\{'; they are a list of calls, or the JSON"
+    ):
+        tokenized("completions", [{"messages": [user("Q"), {**turn, "tool_calls": "[{"}]}], chatml_tokenizer)
+
+
+def test_a_former_function_call_that_the_template_leaves_out_is_no_empty_turn(tokenizer):
+    messages = [user("Q"), {**assistant(""), "function_call": {"name": "look", "arguments": "{}"}}]
+    with pytest.raises(ConfigError, match=r"row 0: message 1 calls 'look', which the chat template does not show"):
+        tokenized("completions", [{"messages": messages}], tokenizer)
 
 
 def test_plain_completion_has_one_end(tokenizer):
@@ -781,6 +815,41 @@ def test_pair_errors(tokenizer):
     same = [user("a"), assistant("b")]
     with pytest.raises(ConfigError, match="row 0: chosen and rejected are the same"):
         tokenized("pairs", [{"chosen": same, "rejected": same}], tokenizer)
+    with pytest.raises(ConfigError, match="row 0: the prompt is the text 'a', but chosen and rejected are messages"):
+        tokenized("pairs", [{"prompt": "a", "chosen": [assistant("b")], "rejected": [assistant("c")]}], tokenizer)
+
+
+def test_roles_that_are_not_the_assistants(tokenizer, caplog):
+    """Such rows were dropped, as having no turn to learn, which a reader of a log may not see."""
+    talk = [user("a"), {"role": "model", "content": "b"}]
+    with pytest.raises(ConfigError, match=r"row 1: no message is of the assistant, .* the role 'model' is none of"):
+        tokenized("completions", [{"messages": [user("a"), assistant("b")]}, {"messages": talk}], tokenizer)
+    named = find("chat_template(roles={'assistant': ['model']})", "completions")({"messages": talk})
+    (row,) = tokenized("completions", [named], tokenizer)
+    (usual,) = tokenized("completions", [{"messages": [user("a"), assistant("b")]}], tokenizer)
+    assert row == usual
+    assert len(tokenized("completions", [{"messages": talk}], tokenizer, loss_on="all")) == 1
+    rows = [{"messages": [user("a")]}, {"messages": [user("a"), assistant("b")]}]
+    assert tokenized("completions", rows, tokenizer) == [usual] and "dropped 1 row in which" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"talk": [user("a"), assistant("b")]}, r"set data.format=\"chat_template\(field_messages='talk'\)\", which"),
+        (
+            {"talk": [{"from": "human", "value": "a"}]},
+            r"set data.format=\"sharegpt\(field='talk'\)\", which reads talk",
+        ),
+        (
+            {"question": "a", "answer": "b"},
+            "or name them with data.prompt_key and data.completion_key, or their format",
+        ),
+    ],
+)
+def test_columns_of_other_names_lead_to_the_setting(tokenizer, row, message):
+    with pytest.raises(ConfigError, match=message):
+        tokenized("completions", [row], tokenizer)
 
 
 def test_a_prompt_that_both_conversations_begin_with_is_there_once(chatml_tokenizer):

@@ -99,6 +99,18 @@ def test_the_v1_engine_is_refused():
         migrate("a.yaml")
 
 
+@pytest.mark.parametrize(
+    "more", ["export_dir: out", "infer_backend: huggingface", "finetuning_type: lora\nexport_dir: o"]
+)
+def test_files_that_merge_or_chat_are_told_what_does_that(more):
+    """Their keys are few, and none says that they are LLaMA-Factory's."""
+    Path("a.yaml").write_text(f"model_name_or_path: a/b\nadapter_name_or_path: saves/x\ntemplate: qwen3\n{more}\n")
+    with pytest.raises(
+        ConfigError, match=r"a.yaml trains nothing: .* export merges the adapters of a run, .* chat and"
+    ):
+        migrate("a.yaml")
+
+
 def test_workers_of_ray_are_the_devices():
     """And what is of Ray and of profilers is named as such, not as unknown."""
     more = "ray_num_workers: 4\nray_storage_path: r\nfp8: true\nprofiler_wait_steps: 2"
@@ -112,7 +124,7 @@ def test_workers_of_ray_are_the_devices():
 def test_other_rows_and_stages():
     _, _, names = made(dataset="old")
     row = names["old"]({"ask": "i", "more": "", "say": "o", "past": [["p", "r"]], "told": None})
-    assert [one["content"] for one in row["prompt"]] == ["p", "r", "i"]
+    assert [one["content"] for one in row["messages"]] == ["p", "r", "i", "o"]  # the answers of the past are learned
     config, _, names = made("kto", "ratings", "kto_chosen_weight: 0.5")
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     assert names["ratings"]({"turns": turns, "liked": True}) == {

@@ -52,6 +52,8 @@ def check_checkpoint(config: ConfigDict) -> Iterator[str]:
         )
     if config.export.best and not best:
         yield "export.best is true, but no metric says which checkpoint is best: set checkpoint.best"
+    if best and best.startswith("eval_"):
+        yield f"checkpoint.best is {best!r}, as transformers names it; here it is {best.replace('eval_', 'eval/', 1)}"
     if best and checkpoint.every == 0:
         yield f"checkpoint.best is {best!r}, but only the last step is saved: set checkpoint.every"
     if best and best.startswith("eval/") and (every <= 0 or checkpoint.every % every):

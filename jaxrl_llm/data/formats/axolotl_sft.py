@@ -4,6 +4,8 @@ Source: axolotl's documentation (docs/dataset-formats), its prompters, and promp
 input_output.py and chat_template.py.
 """
 
+import functools
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +16,8 @@ from jaxrl_llm.data.formats.axolotl import ROLES, filled, listed, renamed
 from jaxrl_llm.data.formats.native import check_messages, first_column, optional_text, text_column
 from jaxrl_llm.data.templates import continued_ids
 from jaxrl_llm.data.tokenize import NOT_LEARNED, TOKENS
+
+log = logging.getLogger(__name__)
 
 # Stanford Alpaca's texts, with an input column and without one.
 ALPACA = (
@@ -35,11 +39,23 @@ CHAT_ROLES = ROLES | {"user": ["human", "user"], "assistant": ["gpt", "assistant
 
 
 def alpaca(row: Mapping[str, Any]) -> Row:
-    """`instruction`, `output` and perhaps `input`, in Alpaca's texts."""
+    """`instruction`, `output` and perhaps `input`, in Alpaca's texts; warns of columns that these have no place for."""
     instruction, output = (text_column(row, (name,), "alpaca") for name in ("instruction", "output"))
+    for column in ("system", "history"):
+        if row.get(column):
+            _tell_of_unread(column)
     given = optional_text(row, "input", "alpaca")
     template = ALPACA if given else ALPACA_WITHOUT_INPUT
     return {"prompt": template.format(instruction=instruction, input=given), "completion": output}
+
+
+@functools.lru_cache(8)
+def _tell_of_unread(column: str) -> None:
+    """Log a warning about a column that Alpaca's texts leave out, once."""
+    log.warning(
+        "the format alpaca does not read the column %r, as Stanford's and axolotl's do not: llamafactory reads these "
+        "rows as conversations with it (data.format)", column,
+    )  # fmt: skip
 
 
 def user_defined_completions(

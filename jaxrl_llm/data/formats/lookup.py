@@ -24,6 +24,7 @@ COMMON: Mapping[str, Callable[..., Any]] = {
     "openai_preference": native.openai_preference,
     "stepwise": native.stepwise,
     "alpaca": axolotl_sft.alpaca,
+    "llamafactory": native.llamafactory,
 }
 PAIRS = axolotl.PAIRS
 LABELS = axolotl.LABELS

@@ -5,7 +5,9 @@ The readers of columns at the end serve axolotl's formats too: their errors say 
 """
 
 import contextlib
+import functools
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,11 +15,24 @@ from jaxrl_llm.config.resolve import ConfigError
 from jaxrl_llm.config.wording import amount
 from jaxrl_llm.data import Row
 from jaxrl_llm.data.pairs import has_prompt, split_pair
-from jaxrl_llm.data.templates import SYSTEM_ROLES, is_conversational, render_chat, template_options, tool_calls
+from jaxrl_llm.data.templates import (
+    ROLES,
+    SYSTEM_ROLES,
+    is_conversational,
+    render_chat,
+    template_options,
+    tool_calls,
+)
 from jaxrl_llm.data.tokenize import TEXTS
 
-# The last two are LLaMA-Factory's: a turn that calls tools, and what answers it.
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+log = logging.getLogger(__name__)
+
+# Those of the collections that are called ShareGPT. The last two are LLaMA-Factory's: a turn that calls tools, and what
+# answers it.
+SHAREGPT_ROLES = {
+    "human": "user", **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "bot", "model"), "assistant"),
+    "function_call": "assistant", "observation": "tool",
+}  # fmt: skip
 
 
 def auto(row: Mapping[str, Any], data_kind: str | None = None) -> Mapping[str, Any]:
@@ -32,13 +47,25 @@ def auto(row: Mapping[str, Any], data_kind: str | None = None) -> Mapping[str, A
         return verl(row)
     if present & {"thread", "preferred", "dispreferred"} and not present & set(TEXTS):
         return harmony(row)
-    if "conversations" in present and not present & set(TEXTS):
-        return sharegpt(row)
+    answers = {"chosen", "rejected"} if isinstance(row.get("chosen"), Mapping) else set()  # those of ShareGPT's turns
+    if "conversations" in present and not present & set(TEXTS) - answers:
+        return sharegpt(row, data_kind=data_kind)
     if present & {"preferred_output", "non_preferred_output"} and not present & set(TEXTS):
         return openai_preference(row)
     if {"completions", "labels"} <= present and "completion" not in present and data_kind != "prompts":
         return stepwise(row, data_kind=data_kind)
+    if isinstance(row.get("system"), str) and row["system"].strip() and present & set(TEXTS):
+        _tell_of_system()
     return row
+
+
+@functools.lru_cache(1)
+def _tell_of_system() -> None:
+    """Log a warning about system texts that nothing reads, once."""
+    log.warning(
+        "the rows have a column 'system', which is no part of the prompts: make it their first message (data.format "
+        "takes a function of a row), or name a format that reads it"
+    )
 
 
 def passthrough(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -111,31 +138,84 @@ def turn_message(turn: Any) -> Row:
     raise ConfigError(f"a turn is (role, text), or a dictionary with role and content; not {turn!r:.80}")
 
 
-def sharegpt(row: Mapping[str, Any], field: str = "conversations") -> Row:
+def sharegpt(
+    row: Mapping[str, Any], field: str = "conversations", field_label: str = "kto_tag", data_kind: str | None = None
+) -> Row:
     """ShareGPT's `conversations`, lists of {from, value}, as messages, behind the text in the column `system`.
 
-    human is the user and gpt the assistant; the value of a function_call is JSON of name and arguments, or a list of
-    these, and that of an observation the result. Raises ConfigError for turns of another form.
+    human is the user; gpt, chatgpt, bing, bard, bot and model are the assistant. The value of a function_call is JSON
+    of name and arguments, or a list of these, and that of an observation the result. With `chosen` and `rejected`, a
+    turn each, the conversation is their prompt; of labels its last turn is the completion, and `field_label` says
+    whether that is desirable, as in LLaMA-Factory. Raises ConfigError for turns of another form.
     """
     _, turns = first_column(row, (field,), "sharegpt")
-    messages = []
-    for turn in turns if isinstance(turns, list) else [turns]:
-        if not isinstance(turn, Mapping):
-            raise ConfigError(
-                f"column {field!r} holds {turn!r:.80}, but the format sharegpt takes from and value there"
-            )
-        role, content = (
-            next((turn[name] for name in names if turn.get(name) is not None), None)
-            for names in (("from", "role"), ("value", "content"))
-        )
-        others = {k: v for k, v in turn.items() if k not in ("from", "value", "role", "content")}
-        if role == "function_call":
-            content, others["tool_calls"] = "", _calls_of(content, field)
-        messages.append({"role": SHAREGPT_ROLES.get(str(role), role), "content": content, **others})
+    messages = [_sharegpt_message(turn, field) for turn in (turns if isinstance(turns, list) else [turns])]
     check_messages(messages, field, "sharegpt")
     if messages[0]["role"] not in SYSTEM_ROLES and (system := optional_text(row, "system", "sharegpt")):
         messages = [{"role": "system", "content": system}, *messages]
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        answers = {name: row[name] for name in ("chosen", "rejected")}
+        return {"prompt": messages} | {name: [_sharegpt_message(turn, name)] for name, turn in answers.items()}
+    if data_kind == "labels" and row.get(field_label) is not None:
+        return {"prompt": messages[:-1], "completion": messages[-1:], "label": row[field_label]}
     return {"messages": messages}
+
+
+def _sharegpt_message(turn: Any, column: str) -> Row:
+    """A turn of ShareGPT as a message; raises ConfigError for what is none."""
+    if not isinstance(turn, Mapping):
+        raise ConfigError(f"column {column!r} holds {turn!r:.80}, but the format sharegpt takes from and value there")
+    role, content = (
+        next((turn[name] for name in names if turn.get(name) is not None), None)
+        for names in (("from", "role"), ("value", "content"))
+    )
+    others = {k: v for k, v in turn.items() if k not in ("from", "value", "role", "content")}
+    if role == "function_call":
+        content, others["tool_calls"] = "", _calls_of(content, column)
+    lowered = str(role).lower()
+    usual = SHAREGPT_ROLES.get(lowered, lowered if lowered in ROLES else role)
+    return {"role": usual, "content": content, **others}
+
+
+def llamafactory(
+    row: Mapping[str, Any],
+    prompt: str = "instruction",
+    query: str = "input",
+    response: str = "output",
+    system: str = "system",
+    history: str = "history",
+    field_label: str = "kto_tag",
+    data_kind: str | None = None,
+) -> Row:
+    """LLaMA-Factory's rows of the Alpaca form as conversations: the instruction and the input, on a line of their own,
+    are the user's turn, behind the column `system` and the earlier turns in `history`, lists of two texts.
+
+    The answer is `response`, learned like those of the history, or `chosen` and `rejected`; of labels `field_label`
+    says whether it is desirable. Raises ConfigError for columns of other types.
+    """
+    name = "llamafactory"
+    past = row.get(history) or []
+    if not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in past):
+        raise ConfigError(
+            f"column {history!r} is {past!r:.80}, but the format {name} takes lists of two texts there, what the user "
+            "said and the answer"
+        )
+    asked = [text_column(row, (prompt,), name), optional_text(row, query, name)]
+    opening = optional_text(row, system, name)
+    messages = [{"role": "system", "content": opening}] if opening else []
+    for question, answer in past:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    messages.append({"role": "user", "content": "\n".join(filter(None, asked))})
+
+    def answered(column: str) -> list[Row]:
+        return [{"role": "assistant", "content": text_column(row, (column,), name)}]
+
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        return {"prompt": messages, "chosen": answered("chosen"), "rejected": answered("rejected")}
+    if data_kind == "labels":
+        label = first_column(row, (field_label,), name)[1]
+        return {"prompt": messages, "completion": answered(response), "label": label}
+    return {"prompt": messages} if data_kind == "prompts" else {"messages": [*messages, *answered(response)]}
 
 
 def _calls_of(value: Any, field: str) -> list[Row]:

@@ -33,9 +33,10 @@ def convert(source: Source, options: Options) -> Draft:
     stage, stages = str(yaml.get("stage", "sft")), RULES["stages"]
     if stage not in stages:
         raise RefusedError(f"{source.path}: stage is {stage!r}, which has no equivalent; there are {', '.join(stages)}")
-    if yaml.get("do_train") is False or "export_dir" in yaml:
+    if yaml.get("do_train") is False or "export_dir" in yaml or not yaml.keys() & {"stage", "dataset"}:
         raise RefusedError(
-            f"{source.path} trains nothing: python -m jaxrl_llm export merges adapters, chat and serve sample"
+            f"{source.path} trains nothing: python -m jaxrl_llm export merges the adapters of a run, "
+            "jaxrl_llm.save_hf(jaxrl_llm.load_model('ADAPTER'), 'FOLDER') those of a folder, and chat and serve sample"
         )
     trainer = stages[stage]
     theirs = {**defaults("trl", "ppo" if stage == "ppo" else trainer), **RULES["defaults"]}
@@ -222,6 +223,8 @@ def _format(draft: Draft, name: str, entry: dict[str, Any], stage: str) -> str:
         made = {"prompt": "messages"} | {one: answer(said.get(one, one)) for one in ("chosen", "rejected")}
     elif stage == "sft" and chat:
         made = {"messages": "messages"}
+    elif stage == "sft" and history:  # whose answers are learned too
+        made = {"messages": f"messages + {answer(columns['response'])}"}
     elif stage == "ppo":
         made = {"prompt": "messages[:-1]" if chat else "messages"}
     else:

@@ -113,7 +113,7 @@ def _check_keys(source: Source) -> None:
     unknown = [key for key in source.settings if find(table(source.library), key) is None]
     if 2 * len(unknown) > len(source.settings):
         raise ConfigError(
-            f"{source.path} is no file of TRL, verl, axolotl or Harmony: {len(unknown)} of its {len(source.settings)} "
+            f"{source.path} is of no library that is read: {len(unknown)} of its {len(source.settings)} "
             f"keys are none of {source.library}'s, such as {', '.join(unknown[:3])}. Set in a file of configs/ what it "
             f"says (docs/configuration.md has the keys), or say --system={source.library} if it is one"
         )

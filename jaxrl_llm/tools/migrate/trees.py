@@ -70,6 +70,9 @@ def parsed(text: str) -> Any:
     return _numbers(value) if value is not None else text
 
 
+OF_LLAMAFACTORY = ({"stage", "dataset"}, {"model_name_or_path", "template"})  # keys that no other library has together
+
+
 def read_tree(tree: dict[str, Any], path: str, system: str, trainer: str) -> Source:
     """Return the content of a YAML or JSON file, whose keys tell the library where `system` is auto."""
     model, datasets = tree.get("model"), tree.get("datasets")
@@ -84,7 +87,7 @@ def read_tree(tree: dict[str, Any], path: str, system: str, trainer: str) -> Sou
         raise ConfigError(
             f"{path} is of the v1 engine of LLaMA-Factory, whose files are not read; those with stage and dataset are"
         )
-    elif "finetuning_type" in tree or {"stage", "dataset"} <= tree.keys():
+    elif "finetuning_type" in tree or any(keys <= tree.keys() for keys in OF_LLAMAFACTORY):
         library = "llamafactory"
     elif "actor_rollout_ref" in tree or (isinstance(model, Mapping) and "partial_pretrain" in model):
         library = "verl"

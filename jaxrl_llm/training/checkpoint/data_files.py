@@ -9,8 +9,8 @@ from pathlib import Path
 
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.config.wording import amount
-from jaxrl_llm.data.diagnose import READERS
-from jaxrl_llm.data.files import folder_of, local_files
+from jaxrl_llm.data.diagnose import reader_of
+from jaxrl_llm.data.files import folder_of, holds_rows, local_files
 from jaxrl_llm.data.opening import DataSource
 from jaxrl_llm.data.splits import is_table
 
@@ -30,7 +30,8 @@ def checksums(sources: Iterable[DataSource]) -> dict[str, str]:
     found: dict[str, str] = {}
     for source in sources:
         if folder_of(source.path) is not None:
-            files = {name: x for name, x in local_files(source.path).items() if READERS.keys() & {*x.suffixes}}
+            reads = holds_rows if Path(str(source.path)).expanduser().is_dir() else reader_of
+            files = {name: x for name, x in local_files(source.path).items() if reads(str(x))}
             found |= {name: checksum(file, number < FILES) for number, (name, file) in enumerate(files.items())}
         elif source.name and ".py:" not in source.name and is_table(source.rows):
             split = source.rows.split  # None of rows that are parts of several

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from jaxrl_llm.config import ConfigError, from_json
+from jaxrl_llm.config.entries import best_mode
 from jaxrl_llm.config.resolve import closest, naming, resolve_with_options
 from jaxrl_llm.config.user_code import contained, error_text
 from jaxrl_llm.distributed.processes import all_or_none, gather
@@ -64,19 +65,21 @@ class Callback(Protocol):
 class EarlyStopping:
     """A callback that ends the run once `metric` was `patience` times in a row no better than its best value so far.
 
-    Better is greater (mode "max") or smaller ("min") by more than `min_delta`; a value that is not a number is not.
-    A metric `eval/...` is read after every evaluation, the one before training too; any other after every step.
+    Better is greater (mode "max") or smaller ("min") by more than `min_delta`; "auto" is min for losses and the like,
+    by the end of the name. A value that is not a number is not better. A metric `eval/...` is read after every
+    evaluation, the one before training too; any other after every step.
     Raises ConfigError for a patience below 1, a negative min_delta or another mode, and, at the first reading, when
     there is no such metric; later readings without it count for nothing.
     """
 
-    def __init__(self, metric: str, patience: int = 3, min_delta: float = 0.0, mode: str = "max"):
-        if patience < 1 or min_delta < 0 or mode not in ("max", "min"):
+    def __init__(self, metric: str, patience: int = 3, min_delta: float = 0.0, mode: str = "auto"):
+        if patience < 1 or min_delta < 0 or mode not in ("auto", "max", "min"):
             raise ConfigError(
                 f"early_stopping has patience {patience}, min_delta {min_delta} and mode {mode!r}; patience is 1 or "
-                "more, min_delta 0 or more, and the mode max or min"
+                "more, min_delta 0 or more, and the mode auto, max or min"
             )
-        self.metric, self.patience, self.min_delta, self.mode = metric, patience, min_delta, mode
+        self.metric, self.patience, self.min_delta = metric, patience, min_delta
+        self.mode = best_mode(metric, mode)
         self.best: float | None = None
         self.waited = 0  # values in a row that did not improve on the best
         evaluated = metric.startswith("eval/")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from jaxrl_llm.config import ConfigDict, ConfigError
+from jaxrl_llm.config.entries import best_mode
 from jaxrl_llm.training.runtime.moment import EVALUATE, SAVE, STOP, Moment
 
 EPOCHS = ("on_epoch_begin", "on_epoch_end")
@@ -55,7 +56,7 @@ class Arguments:
         self.report_to = list(config.logging.backends)
         self.load_best_model_at_end = best is not None
         self.metric_for_best_model = None if best is None else best.replace("eval/", "eval_")
-        self.greater_is_better = config.checkpoint.best_mode == "max"
+        self.greater_is_better = best_mode(best or "", config.checkpoint.best_mode) == "max"
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

@@ -1,6 +1,8 @@
 """The data of a run, read before its weights: tokenizer, training rows, evaluation rows, and the number of steps."""
 
+import contextlib
 import functools
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -23,6 +25,8 @@ from jaxrl_llm.training.setup.evaluation import NamedSet, eval_sets, open_eval
 from jaxrl_llm.training.setup.given import NO_OBJECTS, Given
 from jaxrl_llm.training.setup.specs import data_spec
 
+log = logging.getLogger(__name__)
+
 
 class RunData(NamedTuple):
     """The data of a run."""
@@ -43,6 +47,8 @@ def read_data(config, given: Given = NO_OBJECTS) -> RunData:
     train_dataset, eval_dataset = given.train_dataset, given.eval_dataset
     tokenizer, spec = tokenizer_of(config, given.tokenizer, given.model), data_spec(config)
     check_vocabulary(config, tokenizer, given.model)
+    if given.tokenizer is not None or config.model.tokenizer is not None:
+        _tell_of_other_tokens(config, tokenizer, given.model)
     seen: set[bytes] = set()
     sources, tokens = opening.open_sources(spec, tokenizer, train_dataset, seen=seen), None
     notes: list[str] = []
@@ -194,6 +200,25 @@ def check_vocabulary(config, tokenizer: Any, model: Model | None) -> None:
     folder = hf.locate(path, revision=revision, config_only=True)
     size = hf.load_net(folder, model_entries(config)).config.embeddings
     check_ids(tokenizer, size, read_json(folder / "generation_config.json"), path)
+
+
+def _tell_of_other_tokens(config, tokenizer: Any, model: Model | None) -> None:
+    """Log a warning where many tokens of a tokenizer have other ids in the model's own: it would learn to read anew."""
+    own, path = None if model is None else model.tokenizer, config.model.path
+    if model is None and not config.model.random_init:
+        path, _, revision = base_and_adapter(path, revision=config.model.revision)
+        with contextlib.suppress(ConfigError):  # a model without one
+            own = hf.find_tokenizer(path, config.model.trust_remote_code, revision)
+    if own is None:
+        return
+    ids, own_ids = tokenizer.get_vocab(), own.get_vocab()
+    # Those behind the model's own are new tokens, and a few may have taken the places of reserved ones.
+    others = sum(number < len(own_ids) and own_ids.get(token) != number for token, number in ids.items())
+    if others > len(ids) / 10:
+        log.warning(
+            "the tokenizer is not that of %s: %d of its %d tokens have other ids there, so the model reads other texts "
+            "than the data has", path, others, len(ids),
+        )  # fmt: skip
 
 
 def _kept_as(rows: Any) -> str | None:

@@ -11,7 +11,7 @@ import optax
 from jaxrl_llm.config import ConfigDict, ConfigError, flat
 from jaxrl_llm.config.entries import lora_init
 from jaxrl_llm.config.resolve import closest
-from jaxrl_llm.config.schema import BY_NAME, SYNONYMS, nearest
+from jaxrl_llm.config.schema import BY_NAME, SECTIONS, SYNONYMS, nearest
 from jaxrl_llm.data.splits import is_splits, is_stream
 from jaxrl_llm.models.adapters.lora import has_adapters
 from jaxrl_llm.models.model import Model, load_model
@@ -29,7 +29,9 @@ ELSEWHERE = {
     "teacher_model": "name it with teacher.path",
     "compute_loss_func": "a loss of your own is algorithm.loss, path/to/file.py:function",
     "data_collator": "rows are batched by the library; data.format takes a function of a row",
-    "formatting_func": "data.format takes a function of a row, path/to/file.py:function",
+    "formatting_func": "give the rows that it makes, train_dataset=[{'text': function(row)} for row in rows]; in a "
+    "configuration data.format names a function of a row, path/to/file.py:function",
+    "dataset_text_field": "the column text is read as it is; data.format=\"completion(field='COLUMN')\" names another",
     "preprocess_logits_for_metrics": "compute_metrics reads completions, and no logits",
     "optimizer_cls_and_kwargs": "give optimizers=(an optimizer of optax, its schedule)",
     "model_init_kwargs": "they are the settings model.*",
@@ -99,6 +101,8 @@ def take(
             where = ELSEWHERE.get(name) or f"the closest is {closest(name, known)}, of {', '.join(known)}"
             if name not in ELSEWHERE and (name in SYNONYMS or any(key.rpartition(".")[2] == name for key in BY_NAME)):
                 where = f"settings are those of its first argument, config.{nearest(name)} = ..."
+            elif name in SECTIONS:
+                where = f"settings are those of its first argument, config.{name} has its own"
             raise ConfigError(f"train has no argument {name}: {where}")
         if value is not None and objects[own] is not None:
             raise ConfigError(f"train has {name} and {own}, which are one argument: give one")

@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms.step_losses import step_cross_entropy
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.checks.values import changed
 from jaxrl_llm.config.entries import environment_options
-from jaxrl_llm.config.resolve import naming, resolve_with_options, split_losses, split_options
+from jaxrl_llm.config.resolve import is_own, naming, resolve_with_options, split_losses, split_options
 from jaxrl_llm.config.schema import OFFLINE, ONLINE_PREFERENCE
 from jaxrl_llm.config.tree import spec_of
 from jaxrl_llm.models.chunked_divergences import UldOptions
@@ -42,6 +42,13 @@ OF_PREFERENCE_LOSSES = (
     "policy_chosen", "policy_rejected", "ref_chosen", "ref_rejected", "policy", "ref", "labels", "beta", "lengths",
     "kl", "reward_shift",
 )  # fmt: skip
+# Names that other libraries and papers have for losses that are here, with what to write for them.
+POLICY_NAMES = {"geo_mean": "gmpo", "gpg": "reinforce"}
+PREFERENCE_NAMES = {
+    "aot_pair": "aot", "bco": "bco_pair", "cdpo": "dpo(label_smoothing=0.1)", "chosen_nll": "sft", "exo": "exo_pair",
+    "kto_pair": "kto, which reads a pair as a desirable and an undesirable row", "nca": "nca_pair", "rpo": "dpo+sft",
+    "slic": "hinge", "sppo": "sppo_hard",
+}  # fmt: skip
 OF_SCORE_LOSSES = ("chosen_scores", "rejected_scores", "margin")
 OF_STEP_LOSSES = ("logits", "labels")
 
@@ -185,7 +192,7 @@ def policy_loss(config) -> PolicyLoss:
             "algorithm.loss is 'stable_reinforce', a name in Tinker's client whose formula is not public: use "
             "reinforce, topr, dro or cispo"
         )
-    function, options = _resolve(config, "ppo_clip", policy_losses, OF_POLICY_LOSSES)
+    function, options = _resolve(config, "ppo_clip", policy_losses, OF_POLICY_LOSSES, others=POLICY_NAMES)
     asked_for = {"key", "importance_weights", "selected"} & inspect.signature(function).parameters.keys()
     _check_call(config, function, options, OF_POLICY_LOSSES[:5], ("mask", *asked_for))
     key, asked = "algorithm.importance_sampling_level", config.algorithm.importance_sampling_level
@@ -292,7 +299,9 @@ def needs_reference(config, environments: Collection[str] = ()) -> bool:
 
 
 def _preference_loss(config, written: str, weight: float) -> PreferenceLoss:
-    function, options = _resolve(config, written, preference_losses.LOSSES, OF_PREFERENCE_LOSSES, written)
+    function, options = _resolve(
+        config, written, preference_losses.LOSSES, OF_PREFERENCE_LOSSES, written, PREFERENCE_NAMES
+    )
     if getattr(function, "rows", "pair") in ("pair", "triple"):
         form: tuple[str, ...] = ("policy_chosen", "policy_rejected", "ref_chosen", "ref_rejected", "beta")
         _check_call(config, function, options, form, ("lengths",))
@@ -312,9 +321,35 @@ def _preference_loss(config, written: str, weight: float) -> PreferenceLoss:
         return function(x, x, x, beta, kl=x[0], **options)
 
     check_options("algorithm.loss", written, call, jax.ShapeDtypeStruct((2,), jnp.float32))
+    if len(split_losses(config.algorithm.loss)) == 1:  # one beside others may be given what these read
+        _check_reference(written, function, options, config.algorithm.beta)
     facts = ("rows", "reference", "compares_pairs", "mean_logps", "reward")
     declared |= {name: getattr(function, name) for name in facts if hasattr(function, name)}
     return PreferenceLoss(split_options(written)[0], weight, function, options, **declared)
+
+
+def _check_reference(written: str, function: Callable[..., Any], options: Mapping[str, Any], beta: float) -> None:
+    """Raises ConfigError for a user's own loss of pairs that computes with a reference and does not say that it reads
+    one: it would be given None."""
+    if not is_own(split_options(written)[0]) or hasattr(function, "reference") or hasattr(function, "rows"):
+        return
+
+    def call(x, ref=None):
+        return function(x, x, ref, ref, beta or 1.0, lengths=(x, x), **options)
+
+    sums = jax.ShapeDtypeStruct((2,), jnp.float32)
+    try:
+        jax.eval_shape(lambda x: call(x, x), sums)
+    except Exception:
+        return  # for another reason, which it says when it is used
+    try:
+        jax.eval_shape(call, sums)
+    except Exception as error:
+        name = split_options(written)[0].rpartition(":")[2]
+        raise ConfigError(
+            f"algorithm.loss is {written!r}, which computes with the log-probs of a reference, but is given None for "
+            f"them unless it says that it reads them: write {name}.reference = True behind it"
+        ) from error
 
 
 def _loss_of(config, auto: Callable[..., Any], reserved: tuple[str, ...], *shapes: Any) -> Callable[..., Any]:
@@ -353,10 +388,20 @@ def _written(config, auto: str) -> str:
 
 
 def _resolve(
-    config, auto: str, known: ModuleType | Mapping[str, Any], reserved: tuple[str, ...], written: str | None = None
+    config,
+    auto: str,
+    known: ModuleType | Mapping[str, Any],
+    reserved: tuple[str, ...],
+    written: str | None = None,
+    others: Mapping[str, str] | None = None,
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The loss and its options; raises ConfigError, naming the setting, for what cannot be found."""
+    """The loss and its options.
+
+    Raises ConfigError, naming the setting, for what cannot be found, with what to write for the names of `others`.
+    """
     name = written or _written(config, auto)
     with naming("algorithm.loss"):
+        if (ours := (others or {}).get((bare := split_options(name)[0]).lower())) is not None:
+            raise ConfigError(f"{bare!r} is called otherwise here: write {ours}")
         function, options = resolve_with_options(name, known, reserved)
     return of_users(name, function), options

@@ -8,6 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import default, eval_set, flat
+from jaxrl_llm.config.entries import best_mode
 from jaxrl_llm.config.schema import KEYS, OFFLINE
 from jaxrl_llm.config.secrets import masked
 from jaxrl_llm.config.tree import spec_of
@@ -114,4 +115,4 @@ def checkpoint_folder(config, run: str | Path | None = None) -> Any:
 def keep_of(config) -> Keep:
     """The rule by which checkpoints of a run are kept, of the settings `checkpoint.keep*` and `best*`."""
     c = config.checkpoint
-    return Keep(c.keep, c.keep_every, c.keep_hours, c.best, c.best_mode)
+    return Keep(c.keep, c.keep_every, c.keep_hours, c.best, best_mode(c.best or "", c.best_mode))

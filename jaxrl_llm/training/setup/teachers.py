@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.config.resolve import split_options
+from jaxrl_llm.config.resolve import naming, split_options
 from jaxrl_llm.models.model import Model, check_positions, check_same_vocabulary, load_model
 from jaxrl_llm.training.objectives.objective import Positions
 from jaxrl_llm.training.packing.planner import PackingSpec, TypicalRows, make_packer
@@ -120,11 +120,14 @@ def build_teacher(
                 f"{key} = {path!r}: {error}; write server(url='http://localhost:8000/v1', model='m'), with "
                 "timeout and api_key (a variable's name) where they differ"
             ) from None
-    check_same_model(path, revision, own.allow_pickle)
-    model = load_model(
-        path, own.dtype if c.dtype == "auto" else c.dtype, mesh=mesh, allow_pickle=own.allow_pickle,
-        trust_remote_code=own.trust_remote_code, revision=revision, head="lm", quantize=c.quantize,
-    )  # fmt: skip
+    if path.startswith(("http://", "https://")) and path.rstrip("/").endswith("/v1"):
+        raise ConfigError(f"{key} = {path!r} is the address of a server: write server(url={path!r}, model='ITS_MODEL')")
+    with naming(f"the teacher, of {key}"):
+        check_same_model(path, revision, own.allow_pickle)
+        model = load_model(
+            path, own.dtype if c.dtype == "auto" else c.dtype, mesh=mesh, allow_pickle=own.allow_pickle,
+            trust_remote_code=own.trust_remote_code, revision=revision, head="lm", quantize=c.quantize,
+        )  # fmt: skip
     if model.tokenizer is None:
         raise ConfigError(f"{key} = {path!r} has no tokenizer, by which its vocabulary could be compared")
     if c.form != "uld":

@@ -200,6 +200,10 @@ def test_what_a_run_keeps_and_where(root, tmp_path):
         ({"algorithm.beta": 1e30}, r"algorithm\.beta is 1e\+30"),
         ({"batch.prompts": 10**30}, r"batch\.prompts is 1000000"),
         ({"output_dir": "gs://bucket/run"}, r"output_dir is 'gs://bucket/run'.*set checkpoint\.folder"),
+        (
+            {"checkpoint.best": "eval_loss"},
+            "checkpoint.best is 'eval_loss', as transformers names it; here it is eval/loss",
+        ),
         ({"checkpoint.best": "reward", "checkpoint.every": 0}, r"only the last step is saved: set checkpoint\.every"),
         ({"checkpoint.best": "eval/reward", "eval.every": 0}, r"not those that are evaluated \(eval\.every = 0\)"),
         ({"checkpoint.best": "eval/reward", "eval.every": 20}, r"make eval\.every divide it"),

@@ -256,6 +256,15 @@ def test_a_missing_metric_is_named():
     assert ", loss" not in str(error.value)
 
 
+@pytest.mark.parametrize(("metric", "left"), [("eval/loss", 0), ("nll_loss", 0), ("eval/accuracy", 2)])
+def test_early_stopping_knows_what_is_better(metric, left):
+    """A loss that falls is better; with the largest as best, it would have ended the run."""
+    stopping = EarlyStopping(metric, patience=3)
+    for value in (3.0, 2.0, 1.0):
+        assert stopping.look(SimpleNamespace(metrics={metric: value})) is None
+    assert stopping.waited == left and stopping.best == (1.0 if not left else 3.0)
+
+
 @pytest.mark.parametrize(
     ("spec", "words"),
     [

@@ -164,7 +164,7 @@ def test_an_error_names_the_hook_of_transformers(tmp_path):
         callbacks("on_step", 1, {"reward": 1.0}, lambda: model)
 
 
-@pytest.mark.parametrize(("mode", "best"), [("max", (0.3, 2)), ("min", (0.1, 1))])
+@pytest.mark.parametrize(("mode", "best"), [("auto", (0.3, 2)), ("max", (0.3, 2)), ("min", (0.1, 1))])
 def test_the_best_evaluation_is_kept_and_none_is_nan(tmp_path, mode, best):
     config = default()
     config.checkpoint.best, config.checkpoint.best_mode = "eval/reward", mode

@@ -12,6 +12,7 @@ from jaxrl_llm.training.checkpoint.settings import changed_settings, start_recor
 from jaxrl_llm.training.setup import models
 from jaxrl_llm.training.setup.data import read_data, tokenizer_of
 from jaxrl_llm.training.setup.given import Given
+from tests.data.bpe_tokenizer import bpe_tokenizer
 
 ROWS = [{"prompt": f"sort:{n}=", "completion": "".join(sorted(str(n)))} for n in range(100, 120)]
 
@@ -167,6 +168,30 @@ def test_the_chat_template_of_another_tokenizer(config, tmp_path, caplog):
     config.data.chat_template = str(tmp_path / "silent")
     with pytest.raises(ConfigError, match="whose tokenizer has no chat template"):
         tokenizer_of(config)
+
+
+def test_a_tokenizer_whose_ids_are_other_tokens(config, caplog):
+    """A run would train on texts that nobody wrote, with a loss that is merely high."""
+    config.algorithm.name = "sft"
+    rows, own = [{"text": "2+2=4"}], tokenizer_of(config)
+    other = bpe_tokenizer(["2+2=4"] * 9, 300)
+    model = load_model("embedded:sort")
+    for given in (Given(rows, tokenizer=other), Given(rows, tokenizer=other, model=model)):
+        caplog.clear()
+        read_data(config, given)
+        assert "of its 2" in caplog.text and "the tokenizer is not that of embedded:sort" in caplog.text
+    caplog.clear()
+    own.add_tokens(["<|more|>"])
+    for given in (
+        Given(rows),
+        Given(rows, tokenizer=own),
+        Given(rows, model=model),
+        Given(rows, tokenizer=own, model=model),
+    ):
+        read_data(config, given)
+    config.model.random_init = True
+    read_data(config, Given(rows, tokenizer=other))
+    assert "the tokenizer is not" not in caplog.text
 
 
 def test_another_tokenizer_and_entries_of_config_json(config, tmp_path):

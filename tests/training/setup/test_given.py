@@ -150,6 +150,12 @@ def test_pefts_own_lora_config():
     [
         ({"ref_model": "x"}, "ref_model: the reference is"),
         ({"reward": one}, "the closest is rewards"),
+        (
+            {"dataset_text_field": "body"},
+            r"no argument dataset_text_field: .* data.format=\"completion\(field='COLUMN'",
+        ),
+        ({"formatting_func": one}, r"no argument formatting_func: give the rows that it makes, train_dataset="),
+        ({"teacher": "a/b"}, r"no argument teacher: settings are those of its first argument, config.teacher has its"),
         ({"resume_from_checkpoint": True}, r"no argument resume_from_checkpoint: .* config\.checkpoint\.resume = "),
         ({"learning_rate": 1e-4}, r"settings are those of its first argument, config\.optimizer\.learning_rate = "),
         ({"reward_funcs": one, "rewards": one}, "reward_funcs and rewards, which are one argument"),

@@ -205,3 +205,10 @@ def test_a_further_teacher_behind_a_server():
         config.teacher.others = (f"b=server(url={url!r})",)
         with pytest.raises(ConfigError, match=r"^teacher\.others, b = .*missing 1 required .* 'model'; write server"):
             build(config, MESH, Given(train_dataset=rows))
+        for path, message in (
+            (url, rf"^teacher\.others, b = '{url}' is the address of a server: write server\(url='{url}', model="),
+            ("nowhere/at/all", r"^the teacher, of teacher\.others, b: model path 'nowhere/at/all': there is no such"),
+        ):
+            config.teacher.others = (f"b={path}",)
+            with pytest.raises(ConfigError, match=message):
+                build(config, MESH, Given(train_dataset=rows))
