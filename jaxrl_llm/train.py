@@ -77,6 +77,7 @@ from jaxrl_llm.training.setup.sources import rendezvous_of
 from jaxrl_llm.training.step import improve, update_flops
 from jaxrl_llm.training.update import State, merge_frozen
 
+EVALUATING = "in an evaluation"  # where a signal may end a run
 DRY_RUN = Setting("dry_run", False, "Show the data, the plan and the time of a step, write nothing, and end.", bool)
 
 
@@ -172,14 +173,19 @@ def train(
         # Who is to leave saves first, and the next start evaluates, unless checkpoints are ranked by evaluations.
         postponable = not (config.checkpoint.best or "").startswith("eval/")
 
+        def leave() -> None:
+            """Breaks an evaluation off in all processes, as a signal to one of them asks for."""
+            if postponable and notices.reached(step):
+                raise Preempted(None, EVALUATING)
+
         def evaluate() -> Metrics:
             run.source.rest()  # rewards and environments are called by one thread at a time
             table, params = list[Row](), current().params
             if run.average is not None and config.average.evaluate:
                 params = run.average.of_model(params)
             assert run.evaluation is not None
-            with notices.ending("in an evaluation") if postponable else contextlib.nullcontext():
-                metrics = run.evaluation(params, root, table, TrainerState(step, config.total_steps))
+            with notices.ending(EVALUATING) if postponable else contextlib.nullcontext():
+                metrics = run.evaluation(params, root, table, TrainerState(step, config.total_steps), leave)
             if table:
                 logger.completions(step, table, held_out=True)
             check_best(config.checkpoint.best, metrics)
@@ -240,6 +246,7 @@ def train(
             with_model = goes_on and "hf" in config.checkpoint.contents
             if with_model and not processes.gather(step in step_folders(folder))[0]:
                 write_model()
+            first = step + 1
             while step < min(config.total_steps, hooks.end):
                 hooks("on_step_begin", step, log.newest, current)
                 step += 1
@@ -275,6 +282,8 @@ def train(
                     except Preempted:  # in the evaluation
                         log.settle()
                         leaves = saves = postponed = True
+                if log.newest.get("step") == first:  # before many steps are made that cannot be saved
+                    checkpoints.check_best(first, log.newest)
                 if evaluates and not postponed:
                     answers = hooks("on_evaluate", step, log.newest, current)
                     last = last or step == hooks.end  # a hook may have ended the run

@@ -183,10 +183,15 @@ class HeldOut:
     name: str = ""
 
     def __call__(
-        self, params: Params, key, table: list[Row] | None = None, state: TrainerState = NO_STEP
+        self,
+        params: Params,
+        key,
+        table: list[Row] | None = None,
+        state: TrainerState = NO_STEP,
+        between: Callable[[], None] | None = None,
     ) -> dict[str, float]:
         """The metrics, named `eval/...`; nothing is random, there are no completions for `table`, and no rewards."""
-        del key, table, state
+        del key, table, state, between
         batch = self.source.as_of_now(self.batch, self.rows)
         prefix = f"eval/{self.name}/" if self.name else "eval/"
         measured = jax.device_get(self.measure(on_device(params), batch))

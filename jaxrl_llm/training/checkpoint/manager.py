@@ -202,12 +202,8 @@ class Checkpoints:
         FINAL_TRIES times. Raises ConfigError when the metrics lack the one that says which is best.
         """
         best = self._keep.best
-        if best and metrics is not None and best not in metrics and not best.startswith("eval/"):
-            near = closest(best, [*metrics])
-            raise ConfigError(
-                f"checkpoint.best is {best!r}, but step {step} has no such metric; the closest is {near!r}; see "
-                "docs/metrics.md"
-            )
+        if metrics is not None:
+            self.check_best(step, metrics)
         ranked = {best: float(metrics[best])} if best and metrics and best in metrics else None
         items = {"state": ocp.args.StandardSave(vars(state)), "host": ocp.args.JsonSave(host)}
         items |= {name: ocp.args.StandardSave(tree) for name, tree in (arrays or {}).items()}
@@ -227,6 +223,17 @@ class Checkpoints:
                 self.wait()
             if self._failed is None:
                 break
+
+    def check_best(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Raises ConfigError when the metrics of a step lack the one that says which checkpoint is best, unless it is
+        of evaluations."""
+        best = self._keep.best
+        if best and best not in metrics and not best.startswith("eval/"):
+            near = closest(best, [*metrics])
+            raise ConfigError(
+                f"checkpoint.best is {best!r}, but step {step} has no such metric; the closest is {near!r}; see "
+                "docs/metrics.md"
+            )
 
     def wait(self) -> None:
         """Waits for the save under way, if there is one."""

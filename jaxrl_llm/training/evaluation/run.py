@@ -86,19 +86,27 @@ class Evaluation:
     compute: Compute | None = None  # more metrics, of the samples
 
     def __call__(
-        self, params: Params, key, table: list[Row] | None = None, state: TrainerState = NO_STEP
+        self,
+        params: Params,
+        key,
+        table: list[Row] | None = None,
+        state: TrainerState = NO_STEP,
+        between: Callable[[], None] | None = None,
     ) -> dict[str, float]:
         """The metrics of `summary`, `mean_length` (tokens) and `clipped_ratio` of the samples, and those that reward
         functions and environments log; their totals (a judge's requests and tokens) are of greedy completions too.
 
         `table` gets a row for each completion: prompt, completion, `evaluation` (sampled or greedy), `set` (where sets
         have names), rewards and what reward functions log of it. `state` is for the functions that ask for it.
+        `between` is called before each batch of prompts, by all processes, and may raise.
         """
         key = jax.random.fold_in(key, EVALUATION)
         rows: list[Row] | None = None if table is None and self.compute is None else []
-        samples = self._sample(self.sampled, params, key, "sampled", rows, state)
+        samples = self._sample(self.sampled, params, key, "sampled", rows, state, between)
         computed = {} if self.compute is None or rows is None else self._computed(self.compute, rows)
-        greedy = None if self.greedy is None else self._sample(self.greedy, params, key, "greedy", rows, state)
+        greedy = None
+        if self.greedy is not None:
+            greedy = self._sample(self.greedy, params, key, "greedy", rows, state, between)
         if table is not None and rows is not None:
             table += rows
         group_size, metrics = self.sampled.engine.group_size, dict[str, float]()
@@ -138,7 +146,14 @@ class Evaluation:
         return gather(metrics)[0]
 
     def _sample(
-        self, sampler: RolloutWorker, params: Params, key, decoding: str, table: list[Row] | None, state: TrainerState
+        self,
+        sampler: RolloutWorker,
+        params: Params,
+        key,
+        decoding: str,
+        table: list[Row] | None,
+        state: TrainerState,
+        between: Callable[[], None] | None,
     ) -> Samples:
         """The graded completions of all examples, `prompts_at_once` prompts at a time."""
         fixed = {"evaluation": decoding} | ({"set": self.name} if self.name else {})
@@ -146,6 +161,8 @@ class Evaluation:
         batches, answers, numbers = [], [], []
         group, at_once = RowGroup.of(sampler.mesh), self.prompts_at_once
         for start, count, examples, own in full_batches(self.examples, at_once, row_shards(sampler.mesh), group):
+            if between is not None:
+                between()
             # Keyed by the position in this set alone: other sets, and the training step, change no sample.
             out = sampler(params, examples, jax.random.fold_in(key, start), state=state, counted=own)
             arrays = (rows_to_global(out.rewards, sampler.mesh), out.rollout.lengths, out.rollout.finished)
@@ -178,10 +195,17 @@ class Evaluations:
     sets: tuple[Evaluate, ...]
 
     def __call__(
-        self, params: Params, key, table: list[Row] | None = None, state: TrainerState = NO_STEP
+        self,
+        params: Params,
+        key,
+        table: list[Row] | None = None,
+        state: TrainerState = NO_STEP,
+        between: Callable[[], None] | None = None,
     ) -> dict[str, float]:
-        """The metrics of all sets; `table` gets a row for each completion, reward functions that ask get `state`."""
-        return {name: value for evaluate in self.sets for name, value in evaluate(params, key, table, state).items()}
+        """The metrics of all sets; `table` gets a row for each completion, reward functions that ask get `state`, and
+        `between` is called as by `Evaluation`."""
+        measured = (evaluate(params, key, table, state, between) for evaluate in self.sets)
+        return {name: value for metrics in measured for name, value in metrics.items()}
 
 
 def completions_of(evaluation: Evaluation, params: Params, key) -> list[list[Any]]:

@@ -205,6 +205,7 @@ def test_what_a_run_keeps_and_where(root, tmp_path):
             "checkpoint.best is 'eval_loss', as transformers names it; here it is eval/loss",
         ),
         ({"checkpoint.best": "reward", "checkpoint.every": 0}, r"only the last step is saved: set checkpoint\.every"),
+        ({"checkpoint.best": "eval_reward"}, "here it is eval/reward"),
         ({"checkpoint.best": "eval/reward", "eval.every": 0}, r"not those that are evaluated \(eval\.every = 0\)"),
         ({"checkpoint.best": "eval/reward", "eval.every": 20}, r"make eval\.every divide it"),
         ({"checkpoint.keep": 0}, r"checkpoint\.keep is 0"),

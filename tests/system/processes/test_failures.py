@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.system.faults.equality import assert_same_run, metrics
 from tests.system.processes.conftest import finish, free_port, start, wait_for_lines
 from tests.system.processes.test_runs import command
 
@@ -359,3 +360,34 @@ def test_a_model_that_the_first_process_cannot_write_is_an_error_in_all(root, tm
     assert [path.name for path in (tmp_path / "run/hf_steps").iterdir()] == ["00002"]
     assert [ended.code for ended in finish(start(2, tmp_path, run), 180)] == [0, 0]
     assert (tmp_path / "run/hf/model.safetensors").is_file()
+
+
+LEAVES = """
+import os, signal, jax
+
+def exact(completions, answer, trainer_state, **columns):
+    if trainer_state.global_step == 2 and jax.process_index() == 1 and not os.path.exists("told"):
+        open("told", "w").close()
+        os.kill(os.getpid(), signal.SIGTERM)  # in the first batch of the evaluation after step 2
+    return [float(a == b) for a, b in zip(completions, answer)]
+"""
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_broken_off_in_all_processes_and_made_by_the_next_start(root, tmp_path):
+    (tmp_path / "leaves.py").write_text(LEAVES)
+
+    def run(name):
+        flags = ("total_steps=3", "eval.every=2", "checkpoint.every=0", "rewards.functions=leaves.py:exact",
+                 f"output_dir={tmp_path / name}", "logging.backends=jsonl")  # fmt: skip
+        config = f"--config={root}/configs/grpo.py:tiny"
+        return finish(
+            start(2, tmp_path, ["-m", "jaxrl_llm.train", config, *(f"--config.{flag}" for flag in flags)]), 180
+        )
+
+    first = run("run")
+    assert [ended.code for ended in first] == [143, 143], first[0].err + first[1].err
+    assert "after step 2 of 3" in first[0].err and "the newest checkpoint is of step 2" in first[0].err
+    assert "eval/reward" not in metrics(tmp_path / "run/metrics.jsonl")[-1]
+    assert [ended.code for ended in run("run")] == [ended.code for ended in run("whole")] == [0, 0]
+    assert_same_run(tmp_path / "whole", tmp_path / "run")

@@ -53,6 +53,13 @@ def test_models_beside_states_and_the_best_of_them(config):
 
 
 @pytest.mark.slow
+def test_a_best_by_no_metric_is_told_with_the_first_step(config):
+    config.checkpoint.best, config.checkpoint.every, config.total_steps = "rewards", 4, 8
+    with pytest.raises(ConfigError, match="step 1 has no such metric"):
+        jaxrl_llm.train(config, ROWS)
+
+
+@pytest.mark.slow
 def test_every_state_that_a_run_goes_on_from_has_its_model(config):
     """Of the last step of a start it was hf/, whose place the next one's takes; and a kill may come before it."""
     config.checkpoint.contents, config.checkpoint.keep, config.total_steps = ("state", "hf"), 5, 2
