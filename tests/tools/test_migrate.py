@@ -1929,6 +1929,19 @@ def test_a_decay_of_megatron_that_ends_before_the_run(tmp_path):
         expect(from_verl(tmp_path, wsd, f"{optim}.lr_wsd_decay_style={theirs}"), optimizer={"decay_shape": ours})
     noted = noted_from_verl(tmp_path, f"{optim}.lr_decay_style=inverse-square-root {optim}.lr_decay_steps=2")
     assert "lr_decay_steps = 2: inverse_sqrt has no end here" in noted
+    unread = from_verl(tmp_path, f"{optim}.lr_decay_style=linear {optim}.lr_warmup_steps=0 {optim}.lr_warmup_init=1e-7")
+    expect(unread, optimizer={"warmup_steps": 0, "warmup_init": 0.0})
+
+
+@pytest.mark.parametrize("warm", [0, 4])
+def test_an_inverse_square_root_of_megatron_falls_from_its_warm_up(tmp_path, warm):
+    """Its formula, the peak times sqrt(max(w, 1) / max(step, 1)) of w steps of warm-up, also without any."""
+    optim = "actor_rollout_ref.actor.optim"
+    said = f"{optim}.lr_decay_style=inverse-square-root {optim}.lr=2e-6 {optim}.lr_warmup_steps={warm}"
+    spec = optimizer_spec(from_verl(tmp_path, said, "trainer.total_training_steps=20"))
+    rates = [float(learning_rate_schedule(spec)(step * spec.updates_per_step)) for step in range(warm, 12)]
+    expected = [2e-6 * (max(warm, 1) / max(step, 1)) ** 0.5 for step in range(warm, 12)]
+    assert rates == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_critic_of_verl_has_a_schedule_of_its_own(tmp_path):

@@ -495,8 +495,12 @@ def _rate(draft: Draft, section: str, ours: str) -> None:
             put("weight_decay_shape", style, f"{of}.weight_decay_incr_style")
         name = shared.schedule(draft, draft.get(f"{of}.lr_decay_style"), f"{of}.lr_decay_style", f"{ours}.schedule")
         warm = math.ceil(int(draft.get(f"{of}.lr_warmup_iters")) / passes)
+        first = float(draft.get(f"{of}.lr_warmup_init")) if warm else None
+        if name == "inverse_sqrt" and not warm and ours == "optimizer":
+            # Megatron's falls from the first step then, and ours, which is transformers', over 10,000 updates.
+            warm, first = 1, rate
         put("warmup_steps", min(warm, total), f"{of}.lr_warmup_iters")
-        put("warmup_init", float(draft.get(f"{of}.lr_warmup_init")) if warm else None, f"{of}.lr_warmup_init")
+        put("warmup_init", first, f"{of}.lr_warmup_init")
         if name != "constant":
             put("min_lr_ratio", float(draft.get(f"{at}.min_lr")) / rate, f"{at}.min_lr")
             last = shared.divided(int(draft.get(key := f"{of}.lr_decay_iters")), passes)

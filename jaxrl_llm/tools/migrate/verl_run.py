@@ -110,8 +110,13 @@ def learning_rate(draft: Draft, at: str) -> None:
         draft.set("optimizer.warmup_ratio", float(ratio), *ratios)
     first = float(draft.get(f"{at}.lr_warmup_init") or 0)
     first = first or float(draft.get(f"{at}.init_lr_ratio") or 0) * float(draft.get(f"{at}.lr"))
-    if first and ("optimizer.warmup_steps" in draft.values or "optimizer.warmup_ratio" in draft.values):
+    warms = any(draft.values.get(f"optimizer.warmup_{unit}") for unit in ("steps", "ratio"))
+    if first and warms:
         draft.set("optimizer.warmup_init", first, f"{at}.lr_warmup_init", f"{at}.init_lr_ratio")
+    elif shapes[at] == "inverse_sqrt" and not warms:
+        # Megatron's falls from the first step then, and ours, which is transformers', over 10,000 updates.
+        draft.set("optimizer.warmup_steps", 1, f"{at}.lr_decay_style")
+        draft.set("optimizer.warmup_init", float(draft.get(f"{at}.lr")), f"{at}.lr_decay_style")
     style = draft.get(f"{at}.weight_decay_incr_style")
     if style in ("linear", "cosine"):
         draft.set("optimizer.weight_decay_shape", style, f"{at}.weight_decay_incr_style")
