@@ -156,7 +156,7 @@ def test_in_16_bits(kind, dtype):
     x, gradient = jnp.asarray(x, dtype), jnp.asarray(gradient, dtype)
     found = products(x, kernel, gradient, kind)
     assert [a.dtype for a in found] == [dtype, dtype, "float32"]
-    expected = products(*(np.asarray(a, np.float32) for a in (x, kernel, gradient)), kind)
+    expected = products(np.asarray(x, np.float32), kernel, np.asarray(gradient, np.float32), kind)
     for ours, theirs in zip(found, expected, strict=True):
         close(np.asarray(ours, np.float32), np.asarray(theirs), 0.02)
 
@@ -322,7 +322,7 @@ def test_samples_of_another_policy_are_corrected_for(root, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_falls_as_without(root, tmp_path, kind):
-    """Of a model from random weights, in 40 steps, which take 2.9 to about 2."""
+    """Of a model from random weights, in 40 steps, which take it from 5.8 to 2.2."""
     found = {}
     for dtype in ("auto", kind):
         config = load_config_file(str(root / "configs" / "sft_tiny.py"))
