@@ -28,6 +28,13 @@ REPOSITORIES = {
     "trl": "huggingface/trl",
     "open-r1": "huggingface/open-r1",
     "alignment-handbook": "huggingface/alignment-handbook",
+    "llamafactory": "hiyouga/LLaMA-Factory",
+    "ms-swift": "modelscope/ms-swift",
+    "openrlhf": "OpenRLHF/OpenRLHF",
+    "nemo-rl": "NVIDIA-NeMo/RL",
+    "prime-rl": "PrimeIntellect-ai/prime-rl",
+    "skyrl": "NovaSky-AI/SkyRL",
+    "tunix": "google/tunix",
 }
 FILES = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").split()
 ABSENT = re.compile(
@@ -36,7 +43,8 @@ ABSENT = re.compile(
 )
 OPEN = re.compile(
     r"the file names no|does not say what|set model\.path|set data\.path|there is no reward|see that docs/models|"
-    r"has no format here|has no format for|chat_template = .* own template|is left out:"
+    r"has no format here|has no format for|chat_template = .* own template|is left out:|is of a plugin|"
+    r"write its reward|is an entry of"
 )
 
 

@@ -102,8 +102,19 @@ def test_other_settings(tmp_path):
 def test_what_is_not_read(tmp_path):
     with pytest.raises(ConfigError, match="main_sft of SkyRL is not read"):
         command(tmp_path, text="python -m skyrl.train.main_sft trainer.policy.model.path=m\n")
-    text = command(tmp_path, text="bash run_gsm8k.sh trainer.algorithm.policy_loss_type=gspo MORE\n")[1]
-    assert "the command starts run_gsm8k.sh, and what that sets is not read" in text
+    other = "bash scripts/base.sh trainer.algorithm.policy_loss_type=gspo trainer.seed=7 MORE\n"
+    assert "the command starts scripts/base.sh, which is not there" in " ".join(
+        command(tmp_path, text=other)[1].split()
+    )
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "base.sh").write_text(COMMAND.replace("MORE", "trainer.seed=3 $@"))
+    (tmp_path / "scripts" / "run.sh").write_text(other.replace("MORE", ""))
+    config, text = migrate("scripts/run.sh", output="config.py")  # the other lies in a folder above, as from its root
+    assert (config.algorithm.loss, config.seed, config.batch.prompts) == (
+        "gspo_token",
+        7,
+        1024,
+    ) and "not there" not in text
     text = command(tmp_path, "trainer.algorithm.advantage_estimator=mine trainer.policy.model.pth=x")[1]
     assert "'mine', which has no equivalent" in " ".join(text.split())
     assert "trainer.policy.model.pth is no known key; the closest is trainer.policy.model.path" in " ".join(

@@ -12,7 +12,16 @@ from jaxrl_llm.tools.migrate import ms_swift, prime_rl, skyrl
 from jaxrl_llm.tools.migrate.draft import Source
 from jaxrl_llm.tools.migrate.scripts import read_script
 from jaxrl_llm.tools.migrate.shell import Shell
-from jaxrl_llm.tools.migrate.trees import TREES, inherited, load, parsed, read_tree, resolved, trainers_named
+from jaxrl_llm.tools.migrate.trees import (
+    TREES,
+    file_named,
+    inherited,
+    load,
+    parsed,
+    read_tree,
+    resolved,
+    trainers_named,
+)
 from jaxrl_llm.tools.migrate.trl import RULES
 from jaxrl_llm.tools.migrate.tunix_scripts import read_tunix
 
@@ -74,6 +83,12 @@ def read_shell(text: str, path: str, system: str, trainer: str, companion: str) 
         return flags._replace(library=library, settings=flags.settings | count, checks=checks)
     if library == "skyrl":
         source = skyrl.read_command(words, path)
+        if script := next((word for word in words if word.endswith(".sh")), ""):  # it gives its words to another one
+            if (file := file_named(script, path)) is None:
+                checks = (*checks, f"the command starts {script}, which is not there: what it sets is missing")
+            else:
+                other = read_shell(file.read_text(encoding="utf-8"), str(file), "skyrl", trainer, companion)
+                source = other._replace(settings=other.settings | source.settings, path=path)
         return source._replace(checks=(*checks, *source.checks))
     if library == "nemo-rl":
         return _read_nemo_rl(words, path, trainer, checks)
@@ -98,7 +113,7 @@ def read_shell(text: str, path: str, system: str, trainer: str, companion: str) 
         return Source("verl", trainer or ("sft" if "sft_trainer" in line else ""), resolved(settings), path, checks)
 
     def beside(ends: tuple[str, ...]) -> Path | None:
-        files = (_found(word, path) for word in words if word.endswith(ends) and not word.startswith("--"))
+        files = (file_named(word, path) for word in words if word.endswith(ends) and not word.startswith("--"))
         return next(filter(None, files), None)
 
     if library == "llamafactory":
@@ -145,17 +160,12 @@ def _trains(words: Sequence[str]) -> bool:
     return "trl" in [Path(word).name for word in words] and any(word in RULES for word in words)
 
 
-def _found(name: str, path: str) -> Path | None:
-    """Return the file that a command of the script `path` names: beside the script, or from here; None without one."""
-    return next((file for file in (Path(path).parent / name, Path(name)) if name and file.is_file()), None)
-
-
 def _composed(flags: Mapping[str, str], path: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the keys of the file that Hydra's flags name, and notes of files that it builds on; none where it is not
     there, or is verl's own, whose values are the defaults."""
     folder = flags.get("--config-path", flags.get("--config-dir", ""))
     name = flags.get("--config-name", "").removesuffix(".yaml")
-    file = _found(f"{folder}/{name}.yaml", path) if folder and name and name not in SHIPPED else None
+    file = file_named(f"{folder}/{name}.yaml", path) if folder and name and name not in SHIPPED else None
     if file is None:
         return {}, ()
     tree = load(file)
@@ -202,8 +212,7 @@ def read_flags(words: Sequence[str], path: str, trainer: str, launched: bool = T
     # `--config FILE` of TRL's command line holds more of the same.
     more, checks = settings.pop("config", None), ()
     if isinstance(more, str):
-        file = Path(more) if Path(more).is_file() else Path(path).parent / more
-        if file.is_file():
+        if file := file_named(more, path):
             settings = {**load(file, kind=".yaml"), **settings}
         else:
             checks = (f"the command reads --config {more}, which is not there: its keys are missing",)
@@ -220,7 +229,7 @@ def _read_nemo_rl(words: Sequence[str], path: str, trainer: str, checks: tuple[s
     named = next((word.partition("=")[2] for word in words if word.startswith("--config=")), named)
     pairs = (word.lstrip("+").partition("=") for word in words if re.match(r"\+{0,2}[A-Za-z_][\w.]*=", word))
     overrides = flat({key: parsed(value) for key, _, value in pairs if "." in key})
-    file = _found(named, path) or Path(named or f"{told}.yaml")
+    file = file_named(named, path) or Path(named or f"{told}.yaml")
     settings, notes = inherited(file, overrides)
     return Source("nemo-rl", trainer or told, settings, path, (*checks, *notes))
 
@@ -233,7 +242,7 @@ def _read_tunix(words: Sequence[str], path: str, trainer: str, checks: tuple[str
     named = next((word for word in words if word.endswith(TREES) and "=" not in word), "")
     trees: list[dict[str, Any]] = []
     for name in (named, pairs.pop("override_config_file", "")):
-        file, tree = _found(name, path), {}
+        file, tree = file_named(name, path), {}
         shipped = name.endswith(("base_config.yaml", "base_agentic_config.yaml"))  # whose values are the defaults
         if file and not shipped:
             tree = flat(load(file))

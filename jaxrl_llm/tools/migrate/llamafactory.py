@@ -10,6 +10,7 @@ from jaxrl_llm.tools.migrate import shared, trl
 from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source, shown
 from jaxrl_llm.tools.migrate.losses import with_options
 from jaxrl_llm.tools.migrate.table import defaults, rules
+from jaxrl_llm.tools.migrate.trees import file_named
 
 RULES = rules("llamafactory")
 COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
@@ -118,12 +119,9 @@ def _sources(draft: Draft, yaml: dict[str, Any], stage: str) -> list[dict[str, A
     """Return the sources, each with a function that reads its rows as its entry of dataset_info.json says."""
     names = [name.strip() for name in str(yaml.get("dataset") or "").split(",") if name.strip()]
     folder = Path(str(yaml.get("dataset_dir") or "data"))
-    found = next(
-        (path for path in (Path(draft.source.path).parent / folder, folder) if (path / "dataset_info.json").is_file()),
-        None,
-    )
-    info = json.loads((found / "dataset_info.json").read_text(encoding="utf-8")) if found else {}
-    folder = found or folder
+    found = file_named(folder / "dataset_info.json", draft.source.path)
+    info = json.loads(found.read_text(encoding="utf-8")) if found else {}
+    folder = found.parent if found else folder
     sources, most = [], yaml.get("max_samples")
     for name in names:
         entry = info.get(name)

@@ -3,13 +3,13 @@
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.tools.migrate import shared
 from jaxrl_llm.tools.migrate.draft import OURS, Draft, Options, RefusedError, Source, has_experts, renamed
 from jaxrl_llm.tools.migrate.losses import set_correction, set_loss, with_options
 from jaxrl_llm.tools.migrate.table import rules
+from jaxrl_llm.tools.migrate.trees import file_named
 
 RULES = rules("nemo-rl")
 KINDS = {"grpo": "grpo", "ppo": "ppo", "distillation": "grpo", "sft": "sft", "dpo": "preference", "rm": "reward_model"}
@@ -281,7 +281,7 @@ def _text(draft: Draft, file: Any) -> str | None:
     """Return the text of a prompt file, or that of the one that comes with NeMo-RL by this name."""
     if not file:
         return None
-    found = next((path for path in (Path(file), Path(draft.source.path).parent / file) if path.is_file()), None)
+    found = file_named(file, draft.source.path)
     if found is None and file not in RULES["prompts"]:
         draft.check(f"the prompt file {file} is not here: write its text to PROMPT in {draft.source.companion}")
     return found.read_text(encoding="utf-8") if found else RULES["prompts"].get(file)

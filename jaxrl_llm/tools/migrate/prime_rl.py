@@ -15,7 +15,7 @@ from jaxrl_llm.tools.migrate import shared
 from jaxrl_llm.tools.migrate.draft import OURS, Draft, Options, RefusedError, Source, renamed, shown
 from jaxrl_llm.tools.migrate.losses import set_loss, with_options
 from jaxrl_llm.tools.migrate.table import rules
-from jaxrl_llm.tools.migrate.trees import parsed
+from jaxrl_llm.tools.migrate.trees import file_named, parsed
 
 RULES = rules("prime-rl")
 ORCHESTRATOR = "orchestrator."
@@ -56,7 +56,7 @@ def read_command(words: Sequence[str], path: str) -> Source:
         word = words[place]
         place += 1
         if word == "@" and place < len(words):
-            file = next((one for one in (Path(path).parent / words[place], Path(words[place])) if one.is_file()), None)
+            file = file_named(words[place], path)
             if file is None:
                 checks.append(f"the command reads {words[place]}, which is not there: its keys are missing")
             else:

@@ -63,9 +63,7 @@ def read_command(words: Sequence[str], path: str) -> Source:
     pairs = (word.lstrip("+").partition("=") for word in words)
     settings = {key: parsed(value) for key, sign, value in pairs if sign and key.partition(".")[0] in RULES["sections"]}
     started = next((word for word in words if STARTS.search(word)), "")
-    script = next((word for word in words if word.endswith(".sh")), "")
-    checks = (f"the command starts {script}, and what that sets is not read: write its own command with these keys",)
-    return Source("skyrl", started.removesuffix(".py").rpartition("main_")[2], settings, path, checks if script else ())
+    return Source("skyrl", started.removesuffix(".py").rpartition("main_")[2], settings, path)
 
 
 def convert(source: Source, options: Options) -> Draft:

@@ -35,6 +35,14 @@ WHOLE = (
 )  # fmt: skip
 
 
+def file_named(name: str | Path, path: str) -> Path | None:
+    """Return the file that the file `path` names: beside it, from here, or from a folder above it, where the root of a
+    checkout may be; None where it is in none of them."""
+    above = Path(path).resolve().parent.parents
+    places = (Path(path).parent / name, Path(name), *(folder / name for folder in above))
+    return next((file for file in places if name and file.is_file()), None)
+
+
 def load(file: Path, path: str = "", kind: str = "") -> dict[str, Any]:
     """Return the keys of a file, of JSON where its suffix, or `kind`, says so; raises ConfigError for another content.
 

@@ -7,13 +7,13 @@ models), `training`, `optimizer`, `critic_optimizer`, and `algorithm` (grpo_conf
 import ast
 import math
 import re
-from pathlib import Path
 
 from jaxrl_llm.tools.migrate import shared
 from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source, renamed
 from jaxrl_llm.tools.migrate.functions import public_functions
 from jaxrl_llm.tools.migrate.losses import set_loss
 from jaxrl_llm.tools.migrate.table import rules
+from jaxrl_llm.tools.migrate.trees import file_named
 
 RULES = rules("tunix")
 KINDS = {"grpo": "grpo", "dapo": "grpo", "drgrpo": "grpo", "ppo": "ppo", "sft": "sft", "dpo": "preference"}
@@ -345,7 +345,7 @@ def _rewards(draft: Draft, trainer: str) -> None:
         if ":" in name:
             functions.append(name)
             continue
-        path = next((path for path in (Path(draft.source.path).parent / file, Path(file)) if path.is_file()), None)
+        path = file_named(file, draft.source.path)
         known = ["compute_score"] if draft.get("verl_compatible") else RULES["rewards"].get(file)
         known = known or (public_functions(path) if path else ["REWARD"])
         functions += [f"{path or file}:{function}" for function in known]
