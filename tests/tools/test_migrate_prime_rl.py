@@ -220,6 +220,13 @@ def test_loss_and_advantages_are_those_of_prime_rl(tmp_path, kind, loss, said):
     )
 
 
+def test_matmuls_in_eight_bits(tmp_path):
+    """The ratio of the loss is with the sampler's log-probs, which corrects for them."""
+    config, text = rl(tmp_path, '[trainer.model.quantization]\ntype = "fp8"\n')
+    assert config.model.matmul_dtype == "fp8" and "is left out" not in text
+    assert sft(tmp_path, '[model.quantization]\ntype = "mxfp8"\n')[0].model.matmul_dtype == "fp8"
+
+
 def test_other_algorithms(tmp_path):
     teacher = 'teacher = { name = "big", base_url = "http://there:8001/v1" }\n'
     config, _ = rl(tmp_path, f'[orchestrator.algo]\ntype = "opd"\n{teacher}')

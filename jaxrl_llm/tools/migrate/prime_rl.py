@@ -173,6 +173,8 @@ def _model(draft: Draft, options: Options) -> int:
         draft.set("optimizer.offload", True, "model.full_offload", "model.optim_cpu_offload")
     draft.set("model.offload", draft.get("model.fsdp_cpu_offload") or None, "model.fsdp_cpu_offload")
     draft.set("model.freeze_router", draft.get("model.freeze_moe_router"), "model.freeze_moe_router")
+    if draft.sets("model.quantization") or _under(draft, "model.quantization"):
+        draft.set("model.matmul_dtype", "fp8", "model.quantization.type", "model.quantization")
     if draft.get(key := "model.vlm.freeze_vision_encoder") is False:
         draft.set("model.vision", "trained", key)
     draft.set("rollout.router_replay", draft.get("enable_router_replay"), "enable_router_replay")
