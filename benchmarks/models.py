@@ -474,14 +474,13 @@ difference.
   token on CPUs where a token uses more than a fourth of them, and on GPUs without Triton ([what it
   saves](performance.md#mixtures-of-experts)). Checkpoints are read with each expert's matrices apart or stacked, and
   written as on the hub: apart, of Gemma 4, Llama 4, Qwen3-VL and gpt-oss stacked, and of DBRX as rows of one matrix.
-  PEFT has no adapters of these, nor of LongCat-Flash's, and misses those of Mistral Large 4's experts and shared
-  experts as it reads a folder, its own too: take the merged model. gpt-oss's are read from MXFP4 too, as the numbers
-  that they stand for, so that they can be trained, or [kept in it](adapters.md#quantised-experts) under adapters, and
-  written as floats. `model.router_aux_loss_coef` and `model.freeze_router` are in docs/configuration.md: the
-  load-balancing loss (arXiv 2101.03961) is over the layers whose router chooses, and of routers that are no softmax it
-  takes each score over their sum, as DeepSeek-V3 (arXiv 2412.19437) and Megatron do, where transformers takes a softmax
-  of the same logits. Phi-3.5-MoE's experts are weighted one after another (SparseMixer, arXiv 2409.12136) as it is
-  evaluated; in training transformers draws them at random, with another gradient.
+  PEFT has no adapters of these, nor of LongCat-Flash's: take the merged model. gpt-oss's are read from MXFP4 too, as
+  the numbers that they stand for, so that they can be trained, or [kept in it](adapters.md#quantised-experts) under
+  adapters, and written as floats. `model.router_aux_loss_coef` and `model.freeze_router` are in docs/configuration.md:
+  the load-balancing loss (arXiv 2101.03961) is over the layers whose router chooses, and of routers that are no softmax
+  it takes each score over their sum, as DeepSeek-V3 (arXiv 2412.19437) and Megatron do, where transformers takes a
+  softmax of the same logits. Phi-3.5-MoE's experts are weighted one after another (SparseMixer, arXiv 2409.12136) as it
+  is evaluated; in training transformers draws them at random, with another gradient.
 
 Weights are safetensors. With `model.allow_pickle` a folder without them is read from `pytorch_model.bin`, by a reader
 that knows only tensors and runs no code. Code in a tokenizer's folder is run only with `model.trust_remote_code`, in

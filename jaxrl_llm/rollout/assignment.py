@@ -52,7 +52,7 @@ def _moved(cache, sources, axis: int, rows: int):
 
     def move(x):
         taken = take(flat(x, axis), sources, axis)
-        return taken.reshape(*x.shape[:axis], -1, rows, *x.shape[axis + 2 :])
+        return taken.reshape(*x.shape[:axis], taken.shape[axis] // rows, rows, *x.shape[axis + 2 :])
 
     return jax.tree.map(move, cache)
 

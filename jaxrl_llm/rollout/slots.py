@@ -162,9 +162,10 @@ def set_places(rows, places, values):
 
 def take(x, index, axis: int):
     """Entries `index` `[shards, m]` along `axis`, each from its own shard: no data moves between devices."""
-    by_shard = x.reshape(*x.shape[:axis], len(index), -1, *x.shape[axis + 1 :])
+    # Every size is said: a cache has no numbers where prompts are shorter than what it is of.
+    by_shard = x.reshape(*x.shape[:axis], len(index), x.shape[axis] // len(index), *x.shape[axis + 1 :])
     taken = jax.vmap(lambda a, i: jnp.take(a, i, axis=axis), in_axes=(axis, 0), out_axes=axis)(by_shard, index)
-    taken = taken.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+    taken = taken.reshape(*x.shape[:axis], index.size, *x.shape[axis + 1 :])
     return constrain(taken, *(None,) * axis, "rows", *(...,) * (taken.ndim - axis - 1))  # heads stay sharded
 
 
@@ -173,7 +174,10 @@ def put(x, index, values, axis: int):
 
     `axis` and the next one are those of prompts and rows, in both; m runs through both axes of the values.
     """
-    by_shard, values = (a.reshape(*a.shape[:axis], len(index), -1, *a.shape[axis + 2 :]) for a in (x, values))
+    by_shard, values = (
+        a.reshape(*a.shape[:axis], len(index), a.shape[axis] * a.shape[axis + 1] // len(index), *a.shape[axis + 2 :])
+        for a in (x, values)
+    )
     lead = (slice(None),) * axis
     write = jax.vmap(lambda a, i, v: a.at[(*lead, i)].set(v, mode="drop"), in_axes=(axis, 0, axis), out_axes=axis)
     return write(by_shard, index, values).reshape(x.shape)
@@ -181,7 +185,7 @@ def put(x, index, values, axis: int):
 
 def flat(x, axis: int):
     """x with its axes `axis` and `axis + 1`, of prompts and rows, as one."""
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
 @functools.partial(jax.jit, static_argnames="shards")

@@ -289,12 +289,17 @@ def widened(engine: Engine, params, prompts: Prompts, width: int) -> Prompts:
         keys = _keys(*(jnp.zeros(count, jnp.uint32),) * 2)
         return prefill(engine, params, tokens, tokens, keys)[0]
 
-    def fitted(x, was, like):  # keys and values of images that are no tokens are none of a width
+    own_first = {name for kind in engine.decoder.config.layer_configs for name in getattr(kind.mixer, "own_first", ())}
+
+    def fitted(path, x, was, like):  # keys and values of images that are no tokens are none of a width
         more = [new - old for new, old in zip(like.shape, was.shape, strict=True)]
+        if getattr(path[-1], "name", "") in own_first:
+            return jnp.pad(x[tuple(slice(min(n, 0) or None) for n in more)], [(0, max(n, 0)) for n in more])
         return jnp.pad(x[tuple(slice(max(-n, 0), None) for n in more)], [(max(n, 0), 0) for n in more])
 
     sizes = (prompts.tokens.shape[1], width)
-    return jax.tree.map(fitted, prompts, *(jax.eval_shape(functools.partial(of_width, size)) for size in sizes))
+    shapes = (jax.eval_shape(functools.partial(of_width, size)) for size in sizes)
+    return jax.tree_util.tree_map_with_path(fitted, prompts, *shapes)
 
 
 def join(engine: Engine, params, grid: Grid, prompts: Prompts, rows: Rows, keys, index) -> Grid:

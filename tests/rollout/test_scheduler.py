@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.rollout.scheduler import IDLE, Scheduler
+from jaxrl_llm.rollout.slots import flat, put, take
 
 
 def run(scheduler, lengths):
@@ -90,3 +91,11 @@ def test_all_rows_at_once_are_the_batch_itself():
     grid = Scheduler(3, 4, 2, 12).grid
     np.testing.assert_array_equal(grid.prompt, [[0, 1, 2]] * 2)
     np.testing.assert_array_equal(grid.row, [np.arange(12).reshape(3, 4)] * 2)
+
+
+def test_caches_without_numbers_go_with_their_rows():
+    """Those of what prompts are too short for: of 2 shards with 3 prompts each, and 4 rows of each prompt."""
+    of_prompts, of_rows = np.zeros((6, 0, 5)), np.zeros((6, 4, 0, 5))
+    assert take(of_prompts, np.array([[2, 0], [1, 1]]), 0).shape == (4, 0, 5)
+    assert flat(of_rows, 0).shape == (24, 0, 5)
+    assert put(of_rows, np.array([[7], [11]]), np.zeros((2, 1, 0, 5)), 0).shape == of_rows.shape

@@ -4,7 +4,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +53,15 @@ PREFIX, FACTOR_A = "base_model.model.", ".lora_A.weight"
 VISION = re.compile(r"\.(vision_model|vision_tower|vision_encoder|visual|embed_vision)\.")
 TIES = "ensure_weight_tying"
 OF_ADAPTED = ".base_layer.bias"  # the end of the name of a bias beside an adapter
+# PEFT reads names of factors as transformers reads those of files, which makes none of some that the class has.
+# Those of these families are in the folder as in files: a pattern, and what takes its place, on the way there and back.
+AS_IN_FILES = {
+    "laguna": ((r"(\.mlp\.shared_expert)s\.", r"\1."), (r"(\.mlp\.shared_expert)\.", r"\1s.")),
+    "mistral_large4": (
+        (r"(\.layers\.\d+)\.mlp(\.(shared_)?experts\.)", r"\1\2"),
+        (r"(\.layers\.\d+)(\.(shared_)?experts\.)", r"\1.mlp\2"),
+    ),
+}
 TASKS = {"lm": "CAUSAL_LM", "score": "SEQ_CLS", "step": "TOKEN_CLS"}
 # Entries of adapter_config.json, and the values with which the adapter is what `lora.delta` computes.
 PLAIN: dict[str, tuple[Any, ...]] = {
@@ -108,7 +117,9 @@ class AdapterConfig(NamedTuple):
     modules_to_save: tuple[str, ...] = ()
     ties: bool = False  # a module that the model ties to another stays so
     vision: bool = False
-    modules: Mapping[str, tuple[int, float]] = {}  # of each with an adapter, experts aside, its rank and alpha
+    modules: tuple[str, ...] = ()  # those with an adapter, experts aside, as the folder names them
+    ranks: Mapping[str, int] = {}  # rank_pattern
+    alphas: Mapping[str, float] = {}  # alpha_pattern
     revision: str | None = None
 
     @property
@@ -193,16 +204,12 @@ def read_config(folder: str | os.PathLike[str]) -> AdapterConfig:
         # PEFT 0.7 to 0.17 trained those of lora_only and left them out of the file; others have none to train.
         bias=entries.get("bias", "none") if any(name.endswith(BIAS) for name in tensors) else "none",
     )
-    ranks, alphas = (entries.get(name, {}) for name in ("rank_pattern", "alpha_pattern"))
     head = next((head for head, task in TASKS.items() if entries.get("task_type") == task), "lm")
     saved = tuple(name for name in entries.get("modules_to_save", ()) if name not in HEADS)
     return AdapterConfig(
         lora, entries.get("base_model_name_or_path"), head, saved, bool(entries.get(TIES)),
         vision=any(VISION.search(name) for name in names),
-        modules={
-            name: (fitting(ranks, name, lora.rank), float(fitting(alphas, name, lora.alpha)))
-            for name in linear
-        },
+        modules=tuple(linear), ranks=entries.get("rank_pattern", {}), alphas=entries.get("alpha_pattern", {}),
         revision=entries.get("revision"),
     )  # fmt: skip
 
@@ -214,7 +221,14 @@ def with_adapter_modules(net: Net, family, folder: str | os.PathLike[str]) -> Ne
     model has as one, were trained apart.
     """
     described = read_config(folder)
-    net = with_adapters(net, family, described.modules.get) if described.modules else net
+    lora, modules = described.lora, {_in_class(family, name) for name in described.modules}
+
+    def shape(module: str) -> tuple[int, float] | None:
+        if module not in modules:
+            return None
+        return fitting(described.ranks, module, lora.rank), float(fitting(described.alphas, module, lora.alpha))
+
+    net = with_adapters(net, family, shape) if modules else net
     net = with_modules(net, family, described.modules_to_save, f"{folder}/{CONFIG}: modules_to_save")
     if is_tied(net) and not described.ties:
         raise _apart(f"{folder}/{CONFIG}: modules_to_save = {list(described.modules_to_save)} without {TIES}")
@@ -237,7 +251,7 @@ def read(folder: str | os.PathLike[str], net: Net, family, mesh: Mesh | None) ->
     shapes = split(net.shapes())[1]
     with contextlib.ExitStack() as stack:
         file = _open(folder, stack)
-        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        found = {_in_class(family, name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     wanted = _tensors(net, family)
     # A language model's adapter may be under a new head.
     if "score" in shapes and not any(name.startswith(f"{PREFIX}score.") for name in found):
@@ -331,7 +345,7 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None, revi
     if family.MODEL_TYPE in peft_experts.MISREAD and not (lora.dropout or lora.dora or ranks or alphas):
         # By their weights PEFT finds them, with an adapter of the same shape; it has the others for modules alone.
         misread = {name for name in factors if MODULES[_module(name).split(".")[-1]] in ("gate", "up", "down")}
-        named = _target_modules(net, misread)
+        named = _target_modules(net, misread, modules)
         parameters += [f"{x}.weight" for x in (sorted(map(_module, misread)) if isinstance(named, str) else named)]
         factors -= misread
     entries = {
@@ -344,7 +358,7 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None, revi
         "rank_pattern": ranks,
         "alpha_pattern": alphas,
         "lora_dropout": lora.dropout,
-        "target_modules": _target_modules(net, factors),
+        "target_modules": _target_modules(net, factors, modules),
         "target_parameters": parameters or None,
         "use_rslora": lora.rslora,
         "use_dora": lora.dora,
@@ -356,8 +370,21 @@ def write(folder: Path, net: Net, family, params: Params, base: str | None, revi
     }
     with by_the_first():
         if jax.process_index() == 0:
-            save_file(arrays, folder / TENSORS, metadata={"format": "pt"})
+            written = {_in_folder(family, name): x for name, x in arrays.items()}
+            save_file(written, folder / TENSORS, metadata={"format": "pt"})
             write_json(folder / CONFIG, entries)
+
+
+def _in_folder(family, name: str) -> str:
+    """The name in a folder of a tensor, of which `name` has that of the module in transformers' class."""
+    there = AS_IN_FILES.get(family.MODEL_TYPE) if ".lora_" in name else None
+    return name if there is None else re.sub(*there[0], name)
+
+
+def _in_class(family, name: str) -> str:
+    """The same with the module's name in the class, which a folder that PEFT wrote has already."""
+    back = AS_IN_FILES.get(family.MODEL_TYPE)
+    return name if back is None else re.sub(*back[1], name)
 
 
 def _word(module: str) -> str:
@@ -370,16 +397,20 @@ def _module(name: str) -> str:
     return name.removeprefix(PREFIX).removesuffix(FACTOR_A)
 
 
-def _target_modules(net: Net, factors: Iterable[str]) -> list[str] | str:
-    """The modules with these factors A as PEFT finds them: by the ends of their names; by the whole names where layers
-    differ; or by a pattern where the vision part of the model has modules of these names too, without adapters of their
-    own."""
+def _target_modules(
+    net: Net, factors: Iterable[str], every: Mapping[str, Sequence[safetensors.Stored]]
+) -> list[str] | str:
+    """The modules with these factors A as PEFT finds them among `every` one: by the ends of their names; by the whole
+    names where layers differ; or by a pattern where other modules end so, or the vision part of the model may have such
+    ones, without adapters of their own."""
     modules = [_module(name) for name in factors]
     if not modules or (net.config.lora is not None and net.config.lora.groups):
         return sorted(modules)
+    words = {module.split(".")[-1] for module in modules}
+    others = (name for name in every.keys() - modules if every[name][0].expert is None)
     alike = net.config.vision is None or net.config.vision_training == "lora"
+    alike = alike and not any(name.split(".")[-1] in words for name in others)
     if alike and not any(module.endswith(WITHIN) for module in modules):
-        words = {module.split(".")[-1] for module in modules}
         return sorted(words, key=lambda word: TARGETS.index(MODULES[word]))
     return "|".join(sorted({re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(module)) for module in modules}))
 

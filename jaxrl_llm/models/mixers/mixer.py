@@ -92,7 +92,8 @@ class Mixer(Protocol):
     wrong. So the output of `decode` for a token must not depend on values that an earlier call stored at its place or
     behind it; a recurrent mixer keeps the states it may have to go back to. Training leaves the parameters as they are
     whose paths are in `untrained`, where a mixer has it. One that attends to some of the tokens before has what
-    `query_blocks.ChoosesTokens` says.
+    `query_blocks.ChoosesTokens` says. The caches of prompts begin with what is of their padding, but for the fields
+    that are named in `own_first`, where a mixer has that.
     """
 
     path: str  # of its parameters in the layer: layers/<path>/...

@@ -104,6 +104,7 @@ class PooledAttention(ChoosesTokens, Attention):
     """Causal grouped-query attention to the blocks that an indexer chooses, and to the latest tokens. A `Mixer`."""
 
     shares_prefixes = False  # of whose blocks one would be part of a prefix and part of the row
+    own_first = ("blocks",)
     untrained = tuple(f"indexer/{leaf}" for leaf in ("qk/kernel", "q_norm/scale", "k_norm/scale"))
 
     def __init__(self, config, rngs: nnx.Rngs):

@@ -62,6 +62,7 @@ class PooledLatentAttention(SparseLatentAttention):
     """Causal attention of H heads to the latents of the pools that an indexer chooses. A `Mixer`."""
 
     shares_prefixes = False  # of whose pools some would be part of a prefix and part of the row
+    own_first = ("pools",)
     untrained = (*SparseLatentAttention.untrained, "indexer/gate/kernel", "indexer/places")
     indexer_class = PoolIndexer
     indexer: PoolIndexer

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import warnings
 from typing import Any
 
 import jax
@@ -205,6 +206,26 @@ def test_folders_are_those_of_peft(variant, tmp_path):
     whole = oracle.merge_and_unload().state_dict()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     for name, value in whole.items():
+        np.testing.assert_allclose(merged[name], value.detach(), atol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["laguna", "mistral_large4-text", "deepseek_v4"])
+def test_peft_finds_every_adapter(variant, tmp_path):
+    """Of modules whose names it changes as it reads a folder, and beside modules whose names end alike."""
+    make_oracle(variant).save_pretrained(tmp_path / "base")
+    shape = dataclasses.replace(SHAPE, targets=parse_targets(["all-linear", "experts"]))
+    model = shaken(add_adapters(load_model(tmp_path / "base"), shape, jax.random.key(0)))
+    save_adapter(model, tmp_path / "adapter")
+    again = load_model(tmp_path / "base", adapter=tmp_path / "adapter")
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        kind = AutoModelForImageTextToText if variant.startswith("mistral") else AutoModelForCausalLM
+        oracle = in_peft(tmp_path / "base", tmp_path / "adapter", kind)
+    save_hf(model, tmp_path / "merged")
+    merged = kind.from_pretrained(tmp_path / "merged").state_dict()
+    for name, value in oracle.merge_and_unload().state_dict().items():
         np.testing.assert_allclose(merged[name], value.detach(), atol=1e-5, err_msg=name)
 
 

@@ -1,6 +1,7 @@
 """Attention to compressed tokens: entries by hand, decoding, packed rows, rows of several blocks, and a run."""
 
 import copy
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net
 from jaxrl_llm.models.rope import Rope
 from jaxrl_llm.models.transformer import segment_positions
+from jaxrl_llm.rollout.engine import Engine
+from jaxrl_llm.rollout.sampling import SamplingParams
 from tests.models.decoding import continued_logits, decode, logits_of, padded, prefill, row_caches
 from tests.models.oracles import VARIANTS
 from tests.models.short_run import trained_and_kept
@@ -113,6 +116,18 @@ def test_decoding_equals_whole_rows(params, continued, at_once):
     tokens, segments, continuations, *_, logits = continued
     found = continued_logits(Net(CONFIG), params, tokens, segments, continuations, at_once)
     np.testing.assert_allclose(found, logits[:, -12:].reshape(found.shape), atol=2e-5)
+
+
+@pytest.mark.slow
+def test_prompts_shorter_than_an_entry_take_turns(params):
+    """In fewer slots than there are rows."""
+    prompts = np.random.default_rng(4).integers(0, 31, (2, 3))
+    engine = Engine(SamplingParams(temperature=0.0), 2, 6, chunk=2, net=Net(CONFIG), eos=())
+    found = [
+        np.asarray(own.generate(params, jnp.asarray(prompts), jnp.ones((2, 3), int), jax.random.key(0)).tokens)
+        for own in (engine, dataclasses.replace(engine, slots=2))
+    ]
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.slow
