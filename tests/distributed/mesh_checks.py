@@ -627,8 +627,7 @@ def test_fused_attention_of_a_mesh(sizes, masked):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pay", [False, True], ids=["mask", "copies"])
-@pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (1, 2, 1, 4)], ids=str)
+@pytest.mark.parametrize(("sizes", "pay"), [((1, 2, 2, 2), True), ((1, 2, 1, 4), False)], ids=["copies", "mask"])
 @pytest.mark.parametrize("name", chosen.CONFIGS)
 def test_chosen_tokens_of_a_mesh(name, sizes, pay, monkeypatch):
     """Blocks of queries have tokens of every shard of the positions; heads that the mesh divides have complete rows."""
