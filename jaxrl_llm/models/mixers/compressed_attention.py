@@ -44,7 +44,7 @@ from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs
 from jaxrl_llm.models.mixers.query_blocks import NONE, ChoosesTokens, as_mask, at, best, copies_pay, over_queries
 from jaxrl_llm.models.mixers.short_conv import AT_ONCE, written
-from jaxrl_llm.models.mixers.sparse_attention import rated, rated_in_rows
+from jaxrl_llm.models.mixers.sparse_attention import rated
 from jaxrl_llm.models.rope import rotate
 
 
@@ -307,7 +307,7 @@ class WindowAttention(nnx.Module):
         def chosen(block, _):
             q, weights, positions, segments = block
             seen = entries.complete(positions, segments, self.ratio(self.config))
-            return best(rated_in_rows(q, entries.values[1], weights), seen, top)
+            return best(rated("nti,nsi->nts", q, entries.values[1], weights), seen, top)
 
         return (over_queries(chosen, (*index, positions, segments), 4 * count),)
 

@@ -22,7 +22,7 @@ from jaxrl_llm.models.mixers.attention import AttentionArrays
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, Passing
 from jaxrl_llm.models.mixers.query_blocks import NONE, Places, best, over_queries, tokens_of, with_latest
-from jaxrl_llm.models.mixers.sparse_attention import Indexer, SparseCache, SparseLatentAttention, rated, rated_in_rows
+from jaxrl_llm.models.mixers.sparse_attention import Indexer, SparseCache, SparseLatentAttention, rated
 
 
 class PromptPools(NamedTuple):
@@ -105,7 +105,7 @@ class PooledLatentAttention(SparseLatentAttention):
             count = end // size  # pools that may be complete there
             seen = (places.segments[:, :, None] == owners[:, None, :count]) & (owners != 0)[:, None, :count]
             seen &= ends[:, None, :count] <= places.index[:, :, None]
-            kept = self._best(rated_in_rows(q, pools[:, :count], weights), seen)
+            kept = self._best(rated("nti,nmi->ntm", q, pools[:, :count], weights), seen)
             last = jnp.take_along_axis(ends[:, None], kept, axis=-1, mode="fill", fill_value=NONE)
             first = jnp.where(kept < NONE, last + 1 - size, NONE)
             own = jnp.where(places.segments != 0, places.positions, -1)

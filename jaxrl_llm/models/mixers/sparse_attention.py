@@ -14,15 +14,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_llm.distributed.sharding import constrain, context_shards
+from jaxrl_llm.distributed.sharding import constrain
 from jaxrl_llm.models.layers import LayerNorm, Linear
 from jaxrl_llm.models.mixers.attention import AttentionArrays, einsum, write_tokens
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention, QueryGrowth
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, Passing
 from jaxrl_llm.models.mixers.query_blocks import NONE, ChoosesTokens, Places, best, filled, over_queries
 from jaxrl_llm.models.rope import rotate
-
-AT_ONCE = 16  # queries of whole rows that are rated with all heads of an indexer together
 
 
 class SparseCache(NamedTuple):
@@ -118,7 +116,7 @@ class SparseLatentAttention(ChoosesTokens, LatentAttention):
             seen = places.see(inputs, end)
             if end <= top:
                 return filled(jnp.where(seen, jnp.arange(end), NONE), top)
-            return best(rated_in_rows(q, keys[:, :end], weights), seen, top)
+            return best(rated("nti,nsi->nts", q, keys[:, :end], weights), seen, top)
 
         return over_queries(chosen, (Places.of(inputs), q, weights), 4 * keys.shape[1])
 
@@ -174,20 +172,3 @@ def rated(dims: str, q, keys, weights) -> jax.Array:
     shape = jax.eval_shape(lambda: einsum(dims, q[..., 0, :], keys))
     heads = (jnp.moveaxis(q, -2, 0), jnp.moveaxis(weights, -1, 0))
     return jax.lax.scan(add, jnp.zeros(shape.shape, jnp.float32), heads)[0]
-
-
-def rated_in_rows(q, keys, weights) -> jax.Array:
-    """The scores `[N,t,S]` of `Indexer`, of queries `[N,t,i,e]` of whole rows, their weights `[N,t,i]`, and keys
-    `[N,S,e]`.
-
-    A few queries have all heads together: head by head, sums would be read and written as often as there are heads.
-    """
-    if context_shards() > 1:  # one device has some of the queries, over which a loop would go one after another
-        return rated("nti,nsi->nts", q, keys, weights)
-
-    def of_token(token):
-        q, weights = token
-        return (weights[..., None] * jax.nn.relu(einsum("nie,nse->nis", q, keys))).sum(-2)
-
-    tokens = (jnp.moveaxis(q, 1, 0), jnp.moveaxis(weights, 1, 0))
-    return jnp.moveaxis(jax.lax.map(of_token, tokens, batch_size=AT_ONCE), 0, 1)

@@ -13,15 +13,9 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.distributed.sharding import path_name
 from jaxrl_llm.models.families import deepseek_v32, glm_moe_dsa
 from jaxrl_llm.models.logprobs import token_logps
-from jaxrl_llm.models.mixers import sparse_attention
 from jaxrl_llm.models.mixers.latent_attention import LatentAttention
 from jaxrl_llm.models.mixers.query_blocks import as_mask, best
-from jaxrl_llm.models.mixers.sparse_attention import (
-    SharedSparseAttention,
-    SparseLatentAttention,
-    rated,
-    rated_in_rows,
-)
+from jaxrl_llm.models.mixers.sparse_attention import SharedSparseAttention, SparseLatentAttention, rated
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net
 from tests.models.decoding import continued_logits, logits_of, padded
@@ -38,7 +32,7 @@ SHARED = dataclasses.replace(
 )
 
 
-def test_the_best_tokens_by_hand(monkeypatch):
+def test_the_best_tokens_by_hand():
     """Of what is seen as many as `index_top`, also where scores are equal; all of it where that is less."""
     rng = np.random.default_rng(0)
     q, keys, weights = rng.normal(size=(1, 7, 8, 6)), rng.normal(size=(1, 7, 6)), rng.normal(size=(1, 7, 8))
@@ -49,8 +43,6 @@ def test_the_best_tokens_by_hand(monkeypatch):
     arrays = [jnp.asarray(x, jnp.float32) for x in (q, keys, weights)]
     found = rated("nti,nsi->nts", *arrays)
     np.testing.assert_allclose(found[0], scores, atol=1e-5)
-    monkeypatch.setattr(sparse_attention, "AT_ONCE", 3)
-    np.testing.assert_allclose(rated_in_rows(*arrays), found, atol=1e-5)
     seen = np.tril(np.ones((7, 7), bool))
     seen[:, 1] = False  # padding
     kept = np.asarray(as_mask(best(found, jnp.asarray(seen[None]), 3), 7)[0])
