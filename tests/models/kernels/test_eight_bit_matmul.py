@@ -243,8 +243,9 @@ def test_what_is_saved_for_the_backward_pass(kind):
         assert max(jax.tree.leaves(off)) < 0.02  # numbers that differ in the last bit may become neighbours in 8
     net = describe("embedded:sort", "bfloat16", matmul_dtype=kind, remat="dots").net
     saved = jax.eval_shape(lambda params: jax.vjp(functools.partial(logps, net), params)[1], net.shapes())
+    # Of q, o, gate and up; k and v are narrower, and nothing needs that of down.
     shapes = {(net.config.layers, TOKENS.size, size) for size in (net.config.width, net.config.ffn)}
-    assert [str(x.dtype) for x in jax.tree.leaves(saved) if x.shape in shapes] == ["bfloat16"] * 7
+    assert [str(x.dtype) for x in jax.tree.leaves(saved) if x.shape in shapes] == ["bfloat16"] * 4
 
 
 def test_sampling_does_without():
