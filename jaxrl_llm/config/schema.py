@@ -921,7 +921,8 @@ KEYS = (
         "FSDP size: devices over which parameters, optimizer state and the batch are sharded.", int, minimum=-1),
     Setting("mesh.tensor", 1, "Tensor-parallel size: devices over which each matmul is sharded.", int, minimum=-1),
     Setting("mesh.context", 1,
-        "Context-parallel size: positions of training rows are sharded, and parameters as over fsdp.", int, minimum=-1),
+        "Context-parallel size, whatever the model's heads: positions of training rows are sharded, and parameters as "
+        "over fsdp.", int, minimum=-1),
     Setting("mesh.expert", 1,
         "Expert-parallel size: experts of a mixture of experts are sharded, and the batch; the other parameters as "
         "over fsdp.", int, minimum=-1),

@@ -9,9 +9,9 @@ One table maps parameters, one maps activations. The mesh has five axes; on one 
     tensor   heads, feed-forward channels and vocabulary
 
 On a dense model the expert axis acts as more fsdp. Attention needs complete rows: its inputs are sharded over `context`
-by heads in place of positions; where the number of key/value heads does not divide, each device has the keys and values
-of all positions for its own queries. Sampling has one position a step and no use for `context`: `rollout_mesh` counts
-it as more fsdp, which moves no parameter, or is another arrangement of the same devices.
+by heads in place of positions; where the number of heads does not divide, each device gathers keys and values for its
+own queries (models/mixers/context_attention.py). Sampling has one position a step and no use for `context`:
+`rollout_mesh` counts it as more fsdp, which moves no parameter, or is another arrangement of the same devices.
 """
 
 import contextlib
@@ -383,12 +383,16 @@ def attention_dims(kv_heads: int) -> tuple[tuple[str | None, str | None], tuple[
 
     With a context axis that divides the heads each device has all positions of its heads, else its own queries.
     """
-    shards = context_shards()
-    if shards == 1:
+    if context_shards() == 1:
         return (None, "heads"), (None, "heads")
-    divides = kv_heads % (jax.sharding.get_abstract_mesh().shape["tensor"] * shards) == 0
     spread = (None, "spread_heads")
-    return (spread, spread) if divides else (("positions", "heads"), (None, "heads"))
+    return (spread, spread) if kv_heads % head_shards() == 0 else (("positions", "heads"), (None, "heads"))
+
+
+def head_shards() -> int:
+    """The number of shards of heads where attention has complete rows."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape["tensor"] * mesh.shape["context"] if is_sharded() else 1
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:

@@ -18,9 +18,10 @@ from jaxrl_llm.models.altup import Streams
 from jaxrl_llm.models.block import Block, normed
 from jaxrl_llm.models.gated_streams import GatedStreams
 from jaxrl_llm.models.hyper_connections import HyperStreams
+from jaxrl_llm.models.kernels import grouped_matmul
 from jaxrl_llm.models.kernels.fused_attention import BY_SEGMENTS, implementation, is_in_chunks
-from jaxrl_llm.models.kernels.grouped_matmul import RESULT
 from jaxrl_llm.models.layers import Embed, Linear, PositionEmbed, RMSNorm, over_rms, soft_cap, stacked
+from jaxrl_llm.models.mixers import context_attention
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, DecodeInputs, ShownImages
 from jaxrl_llm.models.model_config import LayerRun, ModelConfig
 from jaxrl_llm.models.moe import Routing
@@ -36,7 +37,7 @@ _saved = jax.checkpoint_policies
 def _matmul_or_attention(primitive, *arrays, **params) -> bool:
     """True for matmuls with weights, and for kernels that compute attention: their outputs are as small as theirs."""
     attention = primitive.name == "pallas_call" or primitive.name.startswith("dot_product_attention_fwd")
-    named = params.get("name") == RESULT
+    named = params.get("name") in (grouped_matmul.RESULT, context_attention.RESULT)
     if primitive.name == "dot_general" and arrays[0].dtype.itemsize == 1:  # sums that are scaled to what has the name
         return False
     return attention or named or bool(_saved.dots_with_no_batch_dims_saveable(primitive, *arrays, **params))
@@ -382,7 +383,7 @@ def _layout(
             "whose images are seen in both directions or that are longer than a chunk of the attention need: use "
             "'auto', 'cudnn' or 'xla'"
         )
-    masked = kernels if by_mask else kernels - BY_SEGMENTS
+    masked = kernels - {"context"} if by_mask else kernels - {"context", *BY_SEGMENTS}
     mask = attention_mask(segments, prefixes, runs) if masked else None
     sliding_mask = mask if both_ways == "sliding" else None
     mask = mask if sliding_mask is None else attention_mask(segments, prefixes)
@@ -392,9 +393,8 @@ def _layout(
         rotary = images.positions[..., jnp.array(c.rope_axes)]
         shift = images.positions.max(axis=(1, 2)) + 1 - (segments != 0).sum(axis=1)
     inv_freq = long_row_frequencies(c.rope, c.rotated_size, segments, positions)
-    whole = runs if c.sees_prompts and c.sliding_layers else None  # those of images are seen within the window
     return AttentionInputs(
-        positions, segments, mask, by_mask, runs is None, sliding_mask, whole, inv_freq, rotary, shift,
+        positions, segments, mask, by_mask, runs is None, sliding_mask, runs, inv_freq, rotary, shift,
         prefixes=prefixes,
     )  # fmt: skip
 

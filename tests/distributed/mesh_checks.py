@@ -718,13 +718,6 @@ def test_the_distance_from_another_vocabulary(sizes, monkeypatch):
         assert_close(total(hidden, kernel, prefix), expected)
 
 
-def test_fused_attention_needs_complete_rows(params, rows):
-    mesh = make_mesh(2, context=4)
-    net = Net(dataclasses.replace(CONFIG, attention="splash"))
-    with jax.set_mesh(mesh), pytest.raises(ConfigError, match=r"mesh.context = 4 shards them: .* 2 key/value heads"):
-        jax.eval_shape(lambda params: net.bind(params)(*rows), params)
-
-
 @pytest.mark.parametrize("sizes", [{"data": 2, "expert": 4}, {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}], ids=str)
 @pytest.mark.slow
 def test_the_update_with_grouped_products(sizes, on_one_device, batch, monkeypatch):

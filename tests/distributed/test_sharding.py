@@ -63,6 +63,11 @@ def test_on_eight_devices(root, run_python):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_context_of_any_size(root, run_python):
+    done = run_python("-m", "pytest", str(root / "tests/distributed/context_checks.py"), "-q", devices=8, timeout=1200)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_a_failing_check_fails_here(root, run_python):
     """On one device the checks cannot pass: the exit status does carry their result."""

@@ -5,6 +5,7 @@ No pass keeps scores in memory (arXiv 2307.08691).
 
 import functools
 import importlib.util
+import math
 import re
 import warnings
 from typing import Any
@@ -14,10 +15,17 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.distributed.sharding import activation_spec, attention_dims, context_shards, is_sharded
+from jaxrl_llm.distributed.sharding import (
+    activation_spec,
+    attention_dims,
+    context_shards,
+    head_shards,
+    is_sharded,
+)
 
 BY_SEGMENTS = {"splash", "flash"}  # read no mask where segments say all that a token sees
 MASKED_LENGTH = 4096  # the longest rows whose mask `[N,T,T]` costs accelerators little
+UNMASKED = "mesh.context shards rows too long for the mask that a kernel would read"
 OF_SINKS = 8  # more numbers of a head with sinks: cuDNN takes multiples of 8
 BLOCKS = (512, 256, 128)  # tokens of a block of the TPU's kernel, which takes multiples of 128
 WASTE = 1 / 8  # of a row that may be padded for a larger block
@@ -52,9 +60,40 @@ def implementation(config, length: int, by_mask: bool, backend: str | None = Non
     """The attention of rows of that length: `config.attention`, or what `auto` stands for on a backend, else this one.
 
     `by_mask`: segments alone do not say what a token sees. On TPUs splash; on GPUs, in 16 bits, cudnn with a mask or,
-    for long rows, flash; xla where those cannot be had.
+    for long rows, flash; xla where those cannot be had. Where the mesh shards the positions of rows, it is `context`
+    (models/mixers/context_attention.py) in place of xla, and of kernels that would need a mask of long rows. Raises
+    ConfigError for kernels that are asked for and have no complete rows there.
     """
-    return config.attention if config.attention != "auto" else _auto(config, length, by_mask, backend)[0]
+    if config.attention == "auto":
+        return _auto(config, length, by_mask, backend)[0]
+    if config.attention == "xla":
+        return _plain(config, length)
+    if not head_copies(config):
+        raise ConfigError(
+            f"model.attention = {config.attention!r} computes complete rows, and mesh.context = {context_shards()} "
+            f"shards them: mesh.tensor x mesh.context does not divide the model's {config.heads} heads. Make it divide "
+            "them, or use 'auto' or 'xla'."
+        )
+    return config.attention
+
+
+def head_copies(config) -> int:
+    """As how many heads a kernel computes each key/value head, so that a mesh that shards the positions of rows can
+    shard heads in their place; 0 where no number will do."""
+    if context_shards() == 1 or len(set(attention_dims(config.kv_heads))) == 1:
+        return 1
+    shards = head_shards()
+    return math.lcm(config.kv_heads, shards) // config.kv_heads if config.heads % shards == 0 else 0
+
+
+def _plain(config, length: int) -> str:
+    # Attention without a kernel.
+    return "xla" if head_copies(config) == 1 or _is_sparse(config, length) else "context"
+
+
+def _is_sparse(config, length: int) -> bool:
+    # Whether layers choose tokens, which they do by a mask.
+    return bool(config.index_top) and length > config.index_top
 
 
 def described(config, backend: str | None = None) -> str:
@@ -108,36 +147,41 @@ def check_attention(config, backend: str) -> None:
 def _auto(config, length: int, by_mask: bool, backend: str | None) -> tuple[str, str | None]:
     # What `auto` stands for and, of xla, why.
     backend = backend or jax.default_backend()
-    whole_rows = not is_sharded() or len(set(attention_dims(config.kv_heads))) == 1
+    plain, copies = _plain(config, length), head_copies(config)
     if backend not in ("gpu", "tpu"):
-        return "xla", f"there is no kernel for a {backend}"
+        return plain, f"there is no kernel for a {backend}"
     if config.alibi:
-        return "xla", "no kernel adds ALiBi to scores, as this model does"
+        return plain, "no kernel adds ALiBi to scores, as this model does"
     if config.output_groups:
-        return "xla", "no kernel sees a window and entries before it, as this model's attention does"
+        return plain, "no kernel sees a window and entries before it, as this model's attention does"
+    if copies == 0 or (copies > 1 and _is_sparse(config, length)):
+        return plain, "mesh.context shards rows whose heads it cannot shard"
+    masked = copies == 1 or length <= MASKED_LENGTH  # whether a mask of the row may be made
     if backend == "tpu":
         if config.attention_sinks:
-            return "xla", "no kernel of TPUs has this model's attention sinks"
+            return plain, "no kernel of TPUs has this model's attention sinks"
         if config.index_block and by_mask:
-            return "xla", "no kernel of TPUs reads a mask of each head, as chosen blocks need"
-        return ("splash", None) if whole_rows else ("xla", "mesh.context shards rows whose heads it cannot shard")
+            return plain, "no kernel of TPUs reads a mask of each head, as chosen blocks need"
+        return ("splash", None) if masked or not by_mask else (plain, UNMASKED)
     if config.dtype == "float32":
-        return "xla", "kernels take 16 bits, and model.dtype is float32"
+        return plain, "kernels take 16 bits, and model.dtype is float32"
     if is_before_ampere():
-        return "xla", "kernels take GPUs from Ampere on"
+        return plain, "kernels take GPUs from Ampere on"
     if config.attention_softcap is not None:
-        return "xla", "no kernel caps scores, as this model does"
+        return plain, "no kernel caps scores, as this model does"
     sinks = config.attention_sinks
-    needs_mask = by_mask or not whole_rows or config.sliding_window is not None or sinks
+    needs_mask = by_mask or config.sliding_window is not None or sinks
     if not needs_mask and length > MASKED_LENGTH and has_flash():
         return "flash", None
+    if not masked:
+        return plain, UNMASKED
     # cuDNN takes heads of up to 256 numbers from Hopper on.
     capability = getattr(jax.local_devices()[0], "compute_capability", "0")
     largest = 256 if float(capability) >= 9 else 128
     most = largest - OF_SINKS if sinks else largest
     if config.head_dim % 8 or config.head_dim > most:
         beside = ", beside sinks" if sinks else ""
-        return "xla", f"cudnn takes heads of multiples of 8 up to {most}{beside}, not of {config.head_dim}"
+        return plain, f"cudnn takes heads of multiples of 8 up to {most}{beside}, not of {config.head_dim}"
     return "cudnn", None
 
 
@@ -169,7 +213,7 @@ def flash_attention(q, k, v, segments, interpret: bool = False) -> jax.Array:
 
     if not is_sharded():
         return attend(q, k, v, segments)
-    queries, keys, rows = _specs_of_whole_rows(q, k, "flash")
+    queries, keys, rows = _specs_of_whole_rows(q, k)
     in_specs = (queries, keys, keys, rows)
     return jax.shard_map(attend, in_specs=in_specs, out_specs=queries, check_vma=False)(q, k, v, segments)
 
@@ -222,8 +266,7 @@ def splash_attention(
     A token sees the tokens of its segment `[N,T]` up to itself, the last `window` of them where that is given: memory
     is linear in T. With a `mask` `[N,T,T]` (query, key) it sees what is True there, and nothing else is read; each pass
     copies the mask, four bytes an entry. Tokens that see nothing, padding, get finite numbers. `softcap` bounds the
-    scores. On a mesh each device computes its rows and heads. Raises ConfigError where it has some positions of them
-    alone. `interpret` runs the kernel without a TPU, for tests.
+    scores. On a mesh each device computes its rows and heads. `interpret` runs the kernel without a TPU, for tests.
 
     By jax.experimental.pallas.ops.tpu.splash_attention: softmax and sums in fp32.
     """
@@ -231,24 +274,15 @@ def splash_attention(
     compute = jax.vmap(row, in_axes=(0, 0, 0, 0, None if mask is None else 0))
     if not is_sharded():
         return compute(q, k, v, segments, mask)
-    queries, keys, rows = _specs_of_whole_rows(q, k, "splash")
+    queries, keys, rows = _specs_of_whole_rows(q, k)
     # The kernel does not say along which axes its results vary, which check_vma would ask of it.
     run = jax.shard_map(compute, in_specs=(queries, keys, keys, rows, rows), out_specs=queries, check_vma=False)
     return run(q, k, v, segments, mask)
 
 
-def _specs_of_whole_rows(q, k, name: str) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
-    """The specs of queries `[N,T,J,H/J,d]`, keys `[N,T,J,d]` and numbers `[N]` where every device has whole rows.
-
-    Raises ConfigError where the mesh shards the positions of rows and cannot shard heads instead.
-    """
+def _specs_of_whole_rows(q, k) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
+    """The specs of queries `[N,T,J,H/J,d]`, keys `[N,T,J,d]` and numbers `[N]` where every device has whole rows."""
     query_dims, key_dims = attention_dims(k.shape[2])
-    if query_dims != key_dims:
-        raise ConfigError(
-            f"model.attention = {name!r} computes whole rows, and mesh.context = {context_shards()} shards them: "
-            f"mesh.tensor x mesh.context does not divide the model's {k.shape[2]} key/value heads. Make it divide "
-            "them, or use 'auto' or 'xla'."
-        )
     queries = activation_spec(q.shape, "rows", *query_dims, None, None)
     return queries, activation_spec(k.shape, "rows", *key_dims, None), PartitionSpec(queries[0])
 

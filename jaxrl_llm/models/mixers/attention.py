@@ -16,11 +16,13 @@ from jaxrl_llm.models.kernels.decode_attention import MASKED, by_kernel, decode_
 from jaxrl_llm.models.kernels.fused_attention import (
     cudnn_attention,
     flash_attention,
+    head_copies,
     implementation,
     is_in_chunks,
     splash_attention,
 )
 from jaxrl_llm.models.layers import Linear, RMSNorm, as_blocks, over_rms, side_by_side, soft_cap
+from jaxrl_llm.models.mixers.context_attention import Places, context_attention
 from jaxrl_llm.models.mixers.mixer import AttentionInputs, Cacheless, DecodeInputs, LayerConfig
 from jaxrl_llm.models.rope import frequencies, rotate
 
@@ -324,9 +326,17 @@ def attend(config, q, k, v, inputs: AttentionInputs, window=None, sinks=None) ->
     `window` is the number of tokens that a token sees, or one of each `[N,T]`, which only a mask can say. `sinks`
     `[J,H/J]` are scores of one more token each, which has no value. Values may be smaller than keys.
     """
+    by, size, shape = implementation(config, q.shape[1], inputs.by_mask), v.shape[-1], q.shape[:-1]
+    copies = 1 if by in ("xla", "context") else head_copies(config)
+    if copies > 1:
+        k, v = (jnp.repeat(a, copies, axis=2) for a in (k, v))
+        q = q.reshape(*shape[:2], k.shape[2], -1, q.shape[-1])
+        sinks = None if sinks is None else sinks.reshape(k.shape[2], -1)
     # From positions sharded over `context` to heads sharded over it, in two steps that XLA turns into an exchange.
     q, k, v = (constrain(a, "rows", "positions", "heads", *(None,) * (a.ndim - 3)) for a in (q, k, v))
-    query_dims, key_dims = attention_dims(config.kv_heads)
+    if by == "context":
+        return _in_context(config, q, k, v, inputs, window, sinks)
+    query_dims, key_dims = attention_dims(config.kv_heads * copies)
     q = constrain(q, "rows", *query_dims, None, None)
     k, v = (constrain(a, "rows", *key_dims, None) for a in (k, v))
     mask = inputs.mask
@@ -335,9 +345,8 @@ def attend(config, q, k, v, inputs: AttentionInputs, window=None, sinks=None) ->
     if window is not None and mask is not None:
         each = window[:, :, None] if jnp.ndim(window) == 2 else window
         mask = mask & (inputs.positions[:, :, None] - inputs.positions[:, None, :] < each)
-        if (runs := inputs.runs) is not None:
+        if config.sees_prompts and (runs := inputs.runs) is not None:
             mask |= (runs[:, :, None] == runs[:, None, :]) & (runs != 0)[:, None, :]
-    by, size = implementation(config, q.shape[1], inputs.by_mask), v.shape[-1]
     if by != "xla" and size < k.shape[-1]:  # kernels take values of the size of keys
         v = jnp.pad(v, ((0, 0),) * 3 + ((0, k.shape[-1] - size),))
     if by == "splash":
@@ -349,7 +358,20 @@ def attend(config, q, k, v, inputs: AttentionInputs, window=None, sinks=None) ->
     else:
         out = in_blocks(config, q, k, v, mask, sinks, inputs.causal, inputs.positions)
     out = constrain(out[..., :size], "rows", *query_dims, None, None)
-    return constrain(out, "rows", "positions", "heads", None, None)
+    out = constrain(out, "rows", "positions", "heads", None, None)
+    return out if copies == 1 else out.reshape(*shape, size)
+
+
+def _in_context(config, q, k, v, inputs: AttentionInputs, window, sinks) -> jax.Array:
+    """`attend` without a mask, where the mesh shards the positions of rows and no heads."""
+    index = jnp.broadcast_to(jnp.arange(q.shape[1]), inputs.segments.shape)
+    runs, beyond = (None, inputs.runs) if config.sees_prompts else (inputs.runs, None)
+    if runs is not None and config.vision.bidirectional == "sliding":
+        runs = None if window is None else jnp.where(window == NO_WINDOW, 0, runs)
+    earliest = None if window is None else inputs.positions - window + 1
+    places = Places(index, inputs.segments, inputs.positions, earliest, inputs.prefixes, runs, beyond)
+    slopes = slopes_of(config) if config.alibi else None
+    return context_attention(q, k, v, places, config.attention_softcap, sinks, slopes)
 
 
 def attend_next(
@@ -443,10 +465,14 @@ def linear_biases(config, positions) -> jax.Array:
     the query. Head i of n, a power of two, has the slope `2 ** (-alibi * i / n)`; of other numbers of heads those above
     the largest n have every other slope of 2n heads, from the first on.
     """
+    return slopes_of(config)[..., None] * positions[:, None, None, :]
+
+
+def slopes_of(config) -> np.ndarray:
+    """The slopes `[J,H/J]` of `linear_biases`, in fp32."""
     n = 2 ** int(math.log2(config.heads))
     shares = np.concatenate([np.arange(1, n + 1) / n, np.arange(1, 2 * n, 2) / (2 * n)])[: config.heads]
-    slopes = (2.0 ** (-config.alibi * shares)).astype(np.float32).reshape(config.kv_heads, -1, 1)
-    return slopes * positions[:, None, None, :]
+    return (2.0 ** (-config.alibi * shares)).astype(np.float32).reshape(config.kv_heads, -1)
 
 
 def _splash(config, q, k, v, segments, mask, window):

@@ -42,11 +42,11 @@ class AttentionInputs(NamedTuple):
 
     positions: jax.Array  # [N,T]
     segments: jax.Array  # [N,T] 0 is padding
-    mask: jax.Array | None  # [N,T,T] (query, key) True where seen; None: a segment, up to the token itself
-    by_mask: bool = False  # the mask says more than the segments
+    mask: jax.Array | None  # [N,T,T] (query, key) True where seen; None where no layer reads one
+    by_mask: bool = False  # a token sees more, or less, than its segment up to itself
     causal: bool = True  # no token sees one behind it
     sliding_mask: jax.Array | None = None  # of the layers with a window, where it says more than the window
-    runs: jax.Array | None = None  # [N,T] from 1, of tokens that see each other whatever the window; 0: in none
+    runs: jax.Array | None = None  # [N,T] from 1, of tokens that see each other; 0: in none
     inv_freq: jax.Array | None = None  # [N,T,r/2] rotary frequencies of each token, where they depend on its row
     rotary: jax.Array | None = None  # [N,T,r/2] position of each frequency, where positions have several axes
     shift: jax.Array | None = None  # [N] added to the positions of tokens behind a prompt, where they have several axes
