@@ -370,7 +370,7 @@ def _in_context(config, q, k, v, inputs: AttentionInputs, window, sinks) -> jax.
         runs = None if window is None else jnp.where(window == NO_WINDOW, 0, runs)
     earliest = None if window is None else inputs.positions - window + 1
     places = Places(index, inputs.segments, inputs.positions, earliest, inputs.prefixes, runs, beyond)
-    slopes = slopes_of(config) if config.alibi else None
+    slopes = slopes_of(config)[..., 0] if config.alibi else None
     return context_attention(q, k, v, places, config.attention_softcap, sinks, slopes)
 
 
@@ -465,14 +465,14 @@ def linear_biases(config, positions) -> jax.Array:
     the query. Head i of n, a power of two, has the slope `2 ** (-alibi * i / n)`; of other numbers of heads those above
     the largest n have every other slope of 2n heads, from the first on.
     """
-    return slopes_of(config)[..., None] * positions[:, None, None, :]
+    return slopes_of(config) * positions[:, None, None, :]
 
 
 def slopes_of(config) -> np.ndarray:
-    """The slopes `[J,H/J]` of `linear_biases`, in fp32."""
+    """The slopes `[J,H/J,1]` of `linear_biases`, in fp32."""
     n = 2 ** int(math.log2(config.heads))
     shares = np.concatenate([np.arange(1, n + 1) / n, np.arange(1, 2 * n, 2) / (2 * n)])[: config.heads]
-    return (2.0 ** (-config.alibi * shares)).astype(np.float32).reshape(config.kv_heads, -1)
+    return (2.0 ** (-config.alibi * shares)).astype(np.float32).reshape(config.kv_heads, -1, 1)
 
 
 def _splash(config, q, k, v, segments, mask, window):
