@@ -215,14 +215,14 @@ def test_no_array_has_a_number_for_each_pair_of_tokens():
 
 def test_devices_have_as_many_blocks(small_blocks, monkeypatch):
     """Of 16 halves of shards, each device has one from the start of the row and one that is as far from its end."""
-    counts, visible = [], context_attention._visible
+    counts, spans = [], context_attention._spans
 
     def counted(*args):
-        found = visible(*args)
-        jax.debug.callback(lambda count: counts.append(int(count)), found.sum())
-        return found
+        first, last = spans(*args)
+        jax.debug.callback(lambda count: counts.append(int(count)), (last - first).sum())
+        return first, last
 
-    monkeypatch.setattr(context_attention, "_visible", counted)
+    monkeypatch.setattr(context_attention, "_spans", counted)
     q, k = jnp.ones((1, 128, 2, 3, 8)), jnp.ones((1, 128, 2, 8))
     places = Places(jnp.arange(128)[None], jnp.ones((1, 128), int), jnp.arange(128)[None])
     with jax.set_mesh(make_mesh(1, context=8)):
@@ -231,11 +231,11 @@ def test_devices_have_as_many_blocks(small_blocks, monkeypatch):
     assert counts == [17] * 8
 
 
-@pytest.mark.parametrize(("remat", "passes"), [("none", 2), ("dots", 2), ("block", 3)])
-def test_what_is_saved_of_matmuls_is_saved_of_attention(remat, passes):
-    """Blocks are computed in the forward pass and for gradients; with `block` once more."""
+@pytest.mark.parametrize(("remat", "loops"), [("none", 2), ("dots", 2), ("block", 3)])
+def test_what_is_saved_of_matmuls_is_saved_of_attention(remat, loops):
+    """A loop over keys in the forward pass and one for gradients; with `block` the former's once more."""
     net = Net(dataclasses.replace(CONFIG, layers=1, remat=remat, scan_layers=False))
     with jax.set_mesh(make_mesh(1, context=8)):
         traced = jax.make_jaxpr(jax.grad(lambda params: net.bind(params).hidden(Inputs(jnp.zeros((1, 64), int))).sum()))
         equations = [*_equations(traced(net.shapes()).jaxpr)]
-    assert sum(x.primitive.name == "cond" for x in equations) == passes
+    assert sum(x.primitive.name == "while" for x in equations) == loops

@@ -23,6 +23,7 @@ from jaxrl_llm.models import families
 from jaxrl_llm.models.adapters.lora import split
 from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.kernels.fused_attention import flash_attention, splash_attention
+from jaxrl_llm.models.mixers import context_attention
 from jaxrl_llm.models.model import load_model, save_hf
 from jaxrl_llm.models.model_config import ModelConfig
 from jaxrl_llm.models.net import Net
@@ -751,6 +752,24 @@ def test_traced_products_of_a_kernel_that_loops():
     one = rows * heads * length * length * size
     assert traced_flops(jax.jit(attend).trace(q, kv, kv).jaxpr) == 2 * one
     assert traced_flops(jax.jit(jax.grad(lambda q: attend(q, kv, kv).sum())).trace(q).jaxpr) == 9 * one
+
+
+def test_loops_over_blocks_of_keys_have_their_number(monkeypatch):
+    """As traced and as compiled: 4 blocks of keys, on average, for each of 8 of queries; two matmuls, then five."""
+    heads, length, size, block = 2, 1024, 8, 128
+    monkeypatch.setattr(context_attention, "SCORES", heads * block**2)
+    q, kv = jnp.zeros((1, length, 1, heads, size)), jnp.zeros((1, length, 1, size))
+    index, segments = jnp.arange(length)[None], jnp.ones((1, length), int)
+    places = context_attention.Places(index, segments, index)
+
+    def loss(q, kv):
+        return context_attention.context_attention(q, kv, kv, places, None).sum()
+
+    one = 8 * 4 * 2 * block**2 * heads * size
+    for function, matmuls in ((loss, 2), (jax.grad(loss, (0, 1)), 7)):
+        traced = jax.jit(function).trace(q, kv)
+        assert traced_flops(traced.jaxpr, (3.0,)) == matmuls * one
+        assert hlo.Module(traced.lower().compile().as_text(), (3.0,)).matmul_flops() == matmuls * one
 
 
 PROGRAM = """HloModule jit_f, is_scheduled=true, num_partitions=4

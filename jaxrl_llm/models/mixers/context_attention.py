@@ -25,6 +25,7 @@ from jaxrl_llm.models.layers import soft_cap
 
 RESULT = "context_attention"  # as which policies of rematerialisation know results
 SCORES = 2**24  # that a block may have, of all its rows and heads
+BLOCKS = "blocks_of_keys_"  # the name of a loop over them, followed by their number
 SIZE = 8  # numbers of tokens that matrix units take
 
 
@@ -97,27 +98,24 @@ def _forward(axis, softcap, size, q, k, v, sinks, slopes, queries: Places, keys:
     total = jnp.full(shape, 0.0 if sinks is None else 1.0, jnp.float32)
 
     def of_block(_, block):
-        q, places, visible = block
+        q, places, first, last = block
 
         def add(number, sums):
+            top, total, out = sums
             k, v, there = (_block(x, number, size) for x in (all_k, all_v, of_keys))
-
-            def added(top, total, out):
-                scores, seen = _scores(q, k, softcap, slopes, there)[0], _seen(places, there)
-                scores = jnp.where(seen, scores, MASKED)
-                higher = jnp.maximum(top, scores.max(-1))
-                shares, rest = jnp.where(seen, jnp.exp(scores - higher[..., None]), 0.0), jnp.exp(top - higher)
-                more = jnp.einsum("njrts,nsjd->njrtd", shares.astype(v.dtype), v, preferred_element_type=jnp.float32)
-                return higher, total * rest + shares.sum(-1), out * rest[..., None] + more
-
-            return jax.lax.cond(visible[number], added, lambda *sums: sums, *sums)
+            scores, seen = _scores(q, k, softcap, slopes, there)[0], _seen(places, there)
+            scores = jnp.where(seen, scores, MASKED)
+            higher = jnp.maximum(top, scores.max(-1))
+            shares, rest = jnp.where(seen, jnp.exp(scores - higher[..., None]), 0.0), jnp.exp(top - higher)
+            added = jnp.einsum("njrts,nsjd->njrtd", shares.astype(v.dtype), v, preferred_element_type=jnp.float32)
+            return higher, total * rest + shares.sum(-1), out * rest[..., None] + added
 
         zeros = jnp.zeros((*shape, v.shape[-1]), jnp.float32)
-        highest, sums, out = jax.lax.fori_loop(0, len(visible), add, (top, total, zeros))
+        highest, sums, out = _over(first, last, add, (top, total, zeros), of_keys, size)
         sums = jnp.where(sums == 0.0, 1.0, sums)
         return None, (jnp.moveaxis(out / sums[..., None], 3, 1).astype(q.dtype), highest + jnp.log(sums))
 
-    blocks = (_in_blocks(q, size), _in_blocks(queries, size), _visible(queries, of_keys, size))
+    blocks = (_in_blocks(q, size), _in_blocks(queries, size), *_spans(queries, of_keys, size))
     out, norms = jax.lax.scan(of_block, None, blocks)[1]
     out = jnp.moveaxis(out, 0, 1).reshape(*q.shape[:-1], -1)
     out, norms = (checkpoint_name(x, RESULT) for x in (out, norms))
@@ -130,40 +128,31 @@ def _backward(axis, softcap, size, kept, d_out):
     all_k, all_v, of_keys = jax.tree.map(lambda x: _gathered(x, axis), (k, v, keys))
 
     def of_block(d_keys, block):
-        q, places, visible, d_out, norm, drift = block
+        q, places, first, last, d_out, norm, drift = block
 
         def add(number, sums):
             k, v, there = (_block(x, number, size) for x in (all_k, all_v, of_keys))
-
-            def gradients():
-                scores, capped = _scores(q, k, softcap, slopes, there)
-                shares = jnp.where(_seen(places, there), jnp.exp(scores - norm[..., None]), 0.0)
-                d_shares = jnp.einsum("ntjrd,nsjd->njrts", d_out, v, preferred_element_type=jnp.float32)
-                d_scores = shares * (d_shares - drift[..., None])
-                if softcap is not None:
-                    d_scores *= 1.0 - (capped / softcap) ** 2
-                shares, d_scores = shares.astype(q.dtype), d_scores.astype(q.dtype)
-                d_q = jnp.einsum("njrts,nsjd->ntjrd", d_scores, k, preferred_element_type=jnp.float32)
-                d_k = jnp.einsum("njrts,ntjrd->nsjd", d_scores, q, preferred_element_type=jnp.float32)
-                return d_q, d_k, jnp.einsum("njrts,ntjrd->nsjd", shares, d_out, preferred_element_type=jnp.float32)
-
-            def nothing():
-                return tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
-
-            # Of the block alone: XLA may copy all that goes through a branch.
-            parts = jax.lax.cond(visible[number], gradients, nothing)
-            d_keys = (_block(x, number, size) + part for x, part in zip(sums[1:], parts[1:], strict=True))
-            return sums[0] + parts[0], *(
-                jax.lax.dynamic_update_slice_in_dim(x, part, number * size, axis=1)
-                for x, part in zip(sums[1:], d_keys, strict=True)
+            scores, capped = _scores(q, k, softcap, slopes, there)
+            shares = jnp.where(_seen(places, there), jnp.exp(scores - norm[..., None]), 0.0)
+            d_shares = jnp.einsum("ntjrd,nsjd->njrts", d_out, v, preferred_element_type=jnp.float32)
+            d_scores = shares * (d_shares - drift[..., None])
+            if softcap is not None:
+                d_scores *= 1.0 - (capped / softcap) ** 2
+            shares, d_scores = shares.astype(q.dtype), d_scores.astype(q.dtype)
+            parts = (
+                jnp.einsum("njrts,ntjrd->nsjd", a, b, preferred_element_type=jnp.float32)
+                for a, b in ((d_scores, q), (shares, d_out))
             )
+            d_keys = (_added(x, part, number, size) for x, part in zip(sums[1:], parts, strict=True))
+            return sums[0] + jnp.einsum("njrts,nsjd->ntjrd", d_scores, k, preferred_element_type=jnp.float32), *d_keys
 
-        d_q, *d_keys = jax.lax.fori_loop(0, len(visible), add, (jnp.zeros(q.shape, jnp.float32), *d_keys))
+        sums = (jnp.zeros(q.shape, jnp.float32), *d_keys)
+        d_q, *d_keys = _over(first, last, add, sums, of_keys, size)
         return tuple(d_keys), d_q.astype(q.dtype)
 
     drift = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)  # [N,T,J,H/J]
     drift = jnp.moveaxis(_in_blocks(drift, size), 2, -1)  # [b,N,J,H/J,t]
-    blocks = (_in_blocks(q, size), _in_blocks(queries, size), _visible(queries, of_keys, size))
+    blocks = (_in_blocks(q, size), _in_blocks(queries, size), *_spans(queries, of_keys, size))
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (all_k, all_v))
     d_keys, d_q = jax.lax.scan(of_block, zeros, (*blocks, _in_blocks(d_out, size), norms, drift))
     if axis is not None:
@@ -208,8 +197,18 @@ def _seen(queries: Places, keys: Places) -> jax.Array:
     return (near & seen)[:, None, None]
 
 
-def _visible(queries: Places, keys: Places, size: int) -> jax.Array:
-    """Whether some query of a block may see some key of another, `[b,c]` of b blocks of queries and c of keys.
+def _over(first, last, add, sums: tuple, keys: Places, size: int) -> Any:
+    """The sums after `add(number, sums)` of each block of keys from the first on, before the last.
+
+    The compiler does not know how many these are: the loop's name says it, for rows of one document and on average.
+    """
+    with jax.named_scope(f"{BLOCKS}{(keys.index.shape[1] // size + 1) // 2}"):
+        return jax.lax.fori_loop(first, last, add, sums)
+
+
+def _spans(queries: Places, keys: Places, size: int) -> tuple[jax.Array, jax.Array]:
+    """For each block of queries the first block of keys that one of them may see, and the one behind the last; the same
+    where there is none.
 
     Blocks are told by the least and the largest of their numbers.
     """
@@ -233,7 +232,9 @@ def _visible(queries: Places, keys: Places, size: int) -> jax.Array:
     for own, other in ((queries.runs, keys.runs), (queries.beyond, keys.beyond)):
         if own is not None:
             seen |= meet(own, other)
-    return (near & seen).any(0)
+    seen = (near & seen).any(0)  # [b,blocks of keys]
+    last = jnp.where(seen.any(-1), seen.shape[1] - jnp.argmax(seen[:, ::-1], axis=-1), 0)
+    return jnp.where(last > 0, jnp.argmax(seen, axis=-1), 0), last
 
 
 def _gathered(x, axis: str | None):
@@ -242,6 +243,10 @@ def _gathered(x, axis: str | None):
 
 def _block(tree: Any, number, size: int) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, number * size, size, axis=1), tree)
+
+
+def _added(x, part, number, size: int):
+    return jax.lax.dynamic_update_slice_in_dim(x, _block(x, number, size) + part, number * size, axis=1)
 
 
 def _in_blocks(tree: Any, size: int) -> Any:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import time
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jax
 from jax.extend import core
 
 from jaxrl_llm.distributed.sharding import bytes_on_device, placed
+from jaxrl_llm.models.mixers.context_attention import BLOCKS
 from jaxrl_llm.tools.plan import hlo
 
 Trips = tuple[float, ...]  # of loops whose number the compiler does not know, the outer ones first
@@ -141,12 +143,13 @@ def _flops(equation, trips: Trips) -> float:
         left, right, out = (x.aval.shape for x in (*equation.invars[:2], equation.outvars[0]))
         shared = equation.invars[0].aval.sharding.mesh.shape.get("expert", 1)
         return 2.0 * math.prod(left) * (right if len(right) == 2 else out)[-1] / shared
-    within = trips[1:] if name == "while" else trips
+    named = re.search(rf"{BLOCKS}(\d+)", str(equation.source_info.name_stack)) if name == "while" else None
+    within = trips[1:] if name == "while" and not named else trips
     inside = [traced_flops(x, within) for value in params.values() for x in _jaxprs(value)]
     if name == "scan":
         return params["length"] * sum(inside)
     if name == "while":
-        return (trips or (1.0,))[0] * sum(inside)
+        return (float(named[1]) if named else (trips or (1.0,))[0]) * sum(inside)
     if name == "pallas_call" and params["name"] in FLASH:  # it loops up to the last token that a block sees
         query, key = (x.aval.shape for x in equation.invars[:2])
         return FLASH[params["name"]] * math.prod(query) * float(key[1])

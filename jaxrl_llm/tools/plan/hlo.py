@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxrl_llm.models.mixers.context_attention import BLOCKS
+
 SIZES = {"pred": 1, "token": 0, "opaque": 0}  # other types have their bits in their name
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 # Instructions that make no buffer of their own.
@@ -123,8 +125,10 @@ class Module:
         return found
 
     def _trip_count(self, loop: Instruction) -> int | None:
-        """The trips that XLA wrote beside the loop, or else the number that its counter is compared with."""
+        """The trips that XLA wrote beside the loop or its name has, or else the number that its counter is compared
+        with."""
         known = _number(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.rest, 0)
+        known = known or _number(rf'{BLOCKS}(\d+)/while"', loop.rest, 0)
         name = re.findall(r"condition=%?([\w.\-]+)", loop.rest)[0]
         last, given = self.root(name), []
         if last.opcode == "fusion":
