@@ -97,7 +97,7 @@ def _is_sparse(config, length: int) -> bool:
 
 
 def described(config, backend: str | None = None) -> str:
-    """The attention of whole rows in words: the kernel, and that of long rows; or xla, and why no kernel serves."""
+    """The attention of whole rows in words: the kernel, and that of long rows; or why no kernel serves."""
     if config.attention != "auto":
         return config.attention
     choices: dict[str, list[str]] = {}
@@ -145,7 +145,7 @@ def check_attention(config, backend: str) -> None:
 
 
 def _auto(config, length: int, by_mask: bool, backend: str | None) -> tuple[str, str | None]:
-    # What `auto` stands for and, of xla, why.
+    # What `auto` stands for and, where that is no kernel, why.
     backend = backend or jax.default_backend()
     plain, copies = _plain(config, length), head_copies(config)
     if backend not in ("gpu", "tpu"):
