@@ -200,7 +200,8 @@ def _seen(queries: Places, keys: Places) -> jax.Array:
 def _over(first, last, add, sums: tuple, keys: Places, size: int) -> Any:
     """The sums after `add(number, sums)` of each block of keys from the first on, before the last.
 
-    The compiler does not know how many these are: the loop's name says it, for rows of one document and on average.
+    The compiler does not know how many these are: the loop's name says it, for rows of one document and on average. (Of
+    a loop with a fixed number, JAX's partial evaluation keeps the scores of all blocks.)
     """
     with jax.named_scope(f"{BLOCKS}{(keys.index.shape[1] // size + 1) // 2}"):
         return jax.lax.fori_loop(first, last, add, sums)
