@@ -192,7 +192,7 @@ def test_what_auto_stands_for():
         assert implementation(window, 5000, False, "tpu") == "splash"
         assert implementation(window, 5000, True, "tpu") == "context"
         assert implementation(four, 100, False, "cpu") == "context"
-        assert implementation(dataclasses.replace(four, index_top=64), 100, True, "gpu") == "xla"
+        assert implementation(dataclasses.replace(four, index_top=64), 100, True, "gpu") == "context"
         six = dataclasses.replace(four, heads=6)
         assert described(six, "gpu") == "context (mesh.context shards rows whose heads it cannot shard)"
         with pytest.raises(ConfigError, match=r"mesh.context = 4 shards them: .* does not divide the model's 6 heads"):

@@ -67,7 +67,7 @@ def implementation(config, length: int, by_mask: bool, backend: str | None = Non
     if config.attention == "auto":
         return _auto(config, length, by_mask, backend)[0]
     if config.attention == "xla":
-        return _plain(config, length)
+        return _plain(config)
     if not head_copies(config):
         raise ConfigError(
             f"model.attention = {config.attention!r} computes complete rows, and mesh.context = {context_shards()} "
@@ -86,14 +86,9 @@ def head_copies(config) -> int:
     return math.lcm(config.kv_heads, shards) // config.kv_heads if config.heads % shards == 0 else 0
 
 
-def _plain(config, length: int) -> str:
+def _plain(config) -> str:
     # Attention without a kernel.
-    return "xla" if head_copies(config) == 1 or _is_sparse(config, length) else "context"
-
-
-def _is_sparse(config, length: int) -> bool:
-    # Whether layers choose tokens, which they do by a mask.
-    return bool(config.index_top) and length > config.index_top
+    return "xla" if head_copies(config) == 1 else "context"
 
 
 def described(config, backend: str | None = None) -> str:
@@ -147,14 +142,14 @@ def check_attention(config, backend: str) -> None:
 def _auto(config, length: int, by_mask: bool, backend: str | None) -> tuple[str, str | None]:
     # What `auto` stands for and, where that is no kernel, why.
     backend = backend or jax.default_backend()
-    plain, copies = _plain(config, length), head_copies(config)
+    plain, copies = _plain(config), head_copies(config)
     if backend not in ("gpu", "tpu"):
         return plain, f"there is no kernel for a {backend}"
     if config.alibi:
         return plain, "no kernel adds ALiBi to scores, as this model does"
     if config.output_groups:
         return plain, "no kernel sees a window and entries before it, as this model's attention does"
-    if copies == 0 or (copies > 1 and _is_sparse(config, length)):
+    if copies == 0 or (copies > 1 and config.index_top):  # of which layers that choose tokens make no copies
         return plain, "mesh.context shards rows whose heads it cannot shard"
     masked = copies == 1 or length <= MASKED_LENGTH  # whether a mask of the row may be made
     if backend == "tpu":
