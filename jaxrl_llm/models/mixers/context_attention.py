@@ -12,7 +12,7 @@ the device that is as far from the end of the row as it is from the start; keys 
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +83,8 @@ def _local(axis: str | None, softcap: float | None, q, k, v, sinks, slopes, plac
 
     own, of_queries = jax.tree.map(swapped, (q, places))
     of_keys = places._replace(earliest=None, prefixes=None)
-    return swapped(_attend(axis, softcap, size, own, k, v, sinks, slopes, of_queries, of_keys))[:, :length]
+    out = _attend(axis, softcap, size, own, k, v, sinks, slopes, of_queries, of_keys)
+    return swapped(cast(jax.Array, out))[:, :length]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
