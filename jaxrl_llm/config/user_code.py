@@ -76,14 +76,15 @@ def _guard_ends() -> None:
     def guarded(name: str, end: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(end)
         def ends(*args: Any, **kwargs: Any) -> Any:
-            caller = sys._getframe(1)
-            while caller.f_globals is vars(os) and caller.f_back is not None:  # os.execvp calls execv
+            caller = sys._getframe().f_back  # None where atexit calls it
+            while caller is not None and caller.f_globals is vars(os):  # os.execvp calls execv
                 caller = caller.f_back
-            code = caller.f_code
-            if _process.get() == os.getpid() and not Path(code.co_filename).is_relative_to(PACKAGE):
-                shown = ", ".join(map(repr, args[:1]))  # others of execve are secrets of the environment
-                where = f"{code.co_qualname} ({code.co_filename}:{caller.f_lineno})"
-                raise LeftError(f"it called os.{name}({shown}), in {where}")
+            if caller is not None and _process.get() == os.getpid():
+                code = caller.f_code
+                if not Path(code.co_filename).is_relative_to(PACKAGE):
+                    shown = ", ".join(map(repr, args[:1]))  # others of execve are secrets of the environment
+                    where = f"{code.co_qualname} ({code.co_filename}:{caller.f_lineno})"
+                    raise LeftError(f"it called os.{name}({shown}), in {where}")
             return end(*args, **kwargs)
 
         return ends

@@ -92,6 +92,14 @@ print("goes on", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert words in done.stderr and bool(done.stderr) == bool(words)
 
 
+def test_os_exit_of_atexit_ends_the_process():
+    code = "import atexit, os\nfrom jaxrl_llm.config.user_code import contained\nwith contained(): pass\n"
+    ended = subprocess.run(
+        [sys.executable, "-c", f"{code}atexit.register(os._exit, 5)"], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (5, "")
+
+
 def test_files_that_leave_when_they_are_read(tmp_path):
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(ConfigError, match=r"leaves.py:2: LeftError: it called sys.exit\(0\)"):
