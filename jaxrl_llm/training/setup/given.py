@@ -274,7 +274,10 @@ def _tokenizer(config, tokenizer: Any) -> Any:
 
 
 def _flat(rewards: Any) -> Iterable[Any]:
-    if isinstance(rewards, Iterable) and not isinstance(rewards, str) and not callable(rewards):
+    """The rewards of lists within lists; the Result of a run, which is a tuple, is its model."""
+    if isinstance(model := getattr(rewards, "model", None), Model) and not callable(rewards):
+        yield model
+    elif isinstance(rewards, Iterable) and not isinstance(rewards, str) and not callable(rewards):
         for each in rewards:
             yield from _flat(each)
     else:

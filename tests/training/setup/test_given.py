@@ -15,6 +15,7 @@ import transformers
 import jaxrl_llm
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.adapters.lora import has_adapters, parse_targets
+from jaxrl_llm.train import Result
 from jaxrl_llm.training.setup.given import listed, lora_settings, take
 
 ROWS = [{"prompt": f"sort:{n}=", "answer": "".join(sorted(str(n)))} for n in range(100, 108)]
@@ -294,6 +295,8 @@ def test_a_reward_model_in_memory(config, tmp_path):
         jaxrl_llm.train(config, ROWS, rewards=policy)
     scorer = jaxrl_llm.load_model("embedded:sort", head="score")
     config.total_steps = 0
+    result = Result(scorer, [{"step": 1}], tmp_path)
+    assert take(config, {}, **{**OBJECTS, "rewards": [result, one]})[1].rewards == [scorer, one]
     jaxrl_llm.save_hf(scorer, tmp_path / "rm")
     from jaxrl_llm.training.reward_models import with_reward_models
 
