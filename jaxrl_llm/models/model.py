@@ -74,7 +74,7 @@ class Model:
         Raises ConfigError for tokens of another shape, and for positions behind those that the model has learned.
         """
         if isinstance(tokens, str) or np.ndim(tokens) != 2:
-            shown = f"an array {tokens.shape}" if hasattr(tokens, "shape") else f"{tokens!r:.80}"
+            shown = f"{tokens!r:.80}" if isinstance(tokens, str | list) else f"an array {np.shape(tokens)}"
             raise ConfigError(f"a model reads rows of token ids, [N,T], and not {shown}: one row is model([ids])")
         if (most := self.net.config.position_limit) is not None and not isinstance(tokens, Tracer):
             counted = positions
