@@ -155,8 +155,6 @@ def _auto(config, length: int, by_mask: bool, backend: str | None) -> tuple[str,
     if backend == "tpu":
         if config.attention_sinks:
             return plain, "no kernel of TPUs has this model's attention sinks"
-        if config.index_block and by_mask:
-            return plain, "no kernel of TPUs reads a mask of each head, as chosen blocks need"
         return ("splash", None) if masked or not by_mask else (plain, UNMASKED)
     if config.dtype == "float32":
         return plain, "kernels take 16 bits, and model.dtype is float32"
