@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl_llm.commands.checkpoints import load_named
 from jaxrl_llm.commands.generate import (
     CONVERSATION,
     MODEL,
@@ -45,6 +44,7 @@ from jaxrl_llm.distributed.compilation_cache import keep_compiled
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.serving.grid import bucket
+from jaxrl_llm.training.setup.run_models import load_named
 
 HELP = "/image FILE shows an image, /reset starts a new conversation, /quit or the end of the input leaves"
 

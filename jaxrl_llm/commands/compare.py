@@ -18,7 +18,6 @@ import numpy as np
 
 from jaxrl_llm.algorithms.advantages import combine_rewards
 from jaxrl_llm.algorithms.sample_statistics import bootstrap_interval, mean_of
-from jaxrl_llm.commands.checkpoints import build_named, tokenizer_named
 from jaxrl_llm.config import ConfigError, validate
 from jaxrl_llm.config.flags import file_to_write, load_flags
 from jaxrl_llm.config.resolve import naming
@@ -37,6 +36,7 @@ from jaxrl_llm.training.images import IMAGES, shown_images
 from jaxrl_llm.training.logging.console import show, stderr_console, waiting
 from jaxrl_llm.training.setup.evaluation import build_evaluations, kept_prompts
 from jaxrl_llm.training.setup.mesh import build_mesh
+from jaxrl_llm.training.setup.run_models import build_named, tokenizer_named
 from jaxrl_llm.training.setup.sources import build_rewards
 
 FLAGS = (

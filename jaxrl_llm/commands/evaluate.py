@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm.commands.checkpoints import build_named
 from jaxrl_llm.config import ConfigError, flat, validate
 from jaxrl_llm.config.flags import file_to_write, load_flags
 from jaxrl_llm.config.setting import Setting
@@ -30,6 +29,7 @@ from jaxrl_llm.training.evaluation.run import Evaluations
 from jaxrl_llm.training.logging.console import show, stderr_console, waiting
 from jaxrl_llm.training.setup.evaluation import build_evaluations, eval_metrics
 from jaxrl_llm.training.setup.mesh import build_mesh
+from jaxrl_llm.training.setup.run_models import build_named
 from jaxrl_llm.training.setup.sources import build_rewards
 from jaxrl_llm.training.setup.worker import environment_spec
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import multihost_utils
 
-from jaxrl_llm.commands.checkpoints import load_named
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.checks.sampling import check_structured
 from jaxrl_llm.config.entries import logit_bias as read_logit_bias
@@ -52,6 +51,7 @@ from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.evaluation.run import full_batches
 from jaxrl_llm.training.images import IMAGES, prompt_images
 from jaxrl_llm.training.logging.console import stderr_console, waiting
+from jaxrl_llm.training.setup.run_models import load_named
 from jaxrl_llm.training.setup.specs import WIDTH_MULTIPLE
 from jaxrl_llm.training.setup.worker import eos_ids
 

@@ -28,7 +28,6 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm.commands.checkpoints import load_named
 from jaxrl_llm.commands.generate import MODEL
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_options, positional
@@ -46,6 +45,7 @@ from jaxrl_llm.rollout.engine import COMPILE_WORK, Engine
 from jaxrl_llm.rollout.sampling import SamplingParams
 from jaxrl_llm.training.logging.console import stderr_console, waiting
 from jaxrl_llm.training.runtime.lock import RunLock
+from jaxrl_llm.training.setup.run_models import load_named
 from jaxrl_llm.training.setup.worker import eos_ids
 
 KEY_VARIABLE = "JAXRL_LLM_API_KEY"

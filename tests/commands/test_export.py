@@ -12,7 +12,6 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxrl_llm
-from jaxrl_llm.commands.checkpoints import load_named
 from jaxrl_llm.config import ConfigError, to_json
 from jaxrl_llm.config.files import write_json
 from jaxrl_llm.config.flags import load_config_file
@@ -20,6 +19,7 @@ from jaxrl_llm.data.named_templates import with_chat_template
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.training.checkpoint.manager import Checkpoints
 from jaxrl_llm.training.setup.models import build_critic, build_model
+from jaxrl_llm.training.setup.run_models import load_named
 from jaxrl_llm.training.update import State
 
 

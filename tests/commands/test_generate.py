@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import jaxrl_llm
 from jaxrl_llm.commands import chat
-from jaxrl_llm.commands.checkpoints import load_named
 from jaxrl_llm.config import ConfigError, to_json
 from jaxrl_llm.distributed.sharding import make_mesh
 from jaxrl_llm.models.files.hf import EMBEDDED, load_tokenizer, remember_images
 from jaxrl_llm.models.model import Model
 from jaxrl_llm.train import Result
+from jaxrl_llm.training.setup.run_models import load_named
 from tests.data.coded_tokenizer import coded_folder, kind
 
 module = importlib.import_module("jaxrl_llm.commands.generate")

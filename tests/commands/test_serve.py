@@ -22,7 +22,6 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.__main__ import main
 from jaxrl_llm.commands import serve as module
-from jaxrl_llm.commands.checkpoints import load_named
 from jaxrl_llm.commands.serve import merged, served_name
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.config.flags import load_config_file
@@ -31,6 +30,7 @@ from jaxrl_llm.models.adapters.lora import LoraConfig, adapters_of, combine, spl
 from jaxrl_llm.models.files.weight_versions import Publisher
 from jaxrl_llm.models.model import add_adapters, load_model, save_adapter, save_hf
 from jaxrl_llm.training.runtime.lock import RunLock
+from jaxrl_llm.training.setup.run_models import load_named
 
 pytest.importorskip("uvicorn")
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm.commands.checkpoints import load_named, named_by
 from jaxrl_llm.config import ConfigError, to_json
 from jaxrl_llm.distributed.sharding import make_mesh
+from jaxrl_llm.training.setup.run_models import load_named, named_by
 
 
 @pytest.fixture
