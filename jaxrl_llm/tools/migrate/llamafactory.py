@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.tools.migrate import shared, trl
-from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source, shown
+from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source
 from jaxrl_llm.tools.migrate.losses import with_options
 from jaxrl_llm.tools.migrate.table import defaults, rules
 from jaxrl_llm.tools.migrate.trees import file_named
@@ -60,10 +60,7 @@ def convert(source: Source, options: Options) -> Draft:
     if yaml.get("fp8"):
         shared.fp8_matmuls(draft, "fp8")
     draft.use("stage", "do_train", "finetuning_type", "fp8", "ray_num_workers")
-    for key in ABSENT:
-        if yaml.get(key):
-            draft.use(key)
-            draft.check(f"{shown(key, yaml[key])} has no equivalent")
+    shared.check_off(draft, yaml, ABSENT)
     return draft
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.tools.migrate import shared, trl
-from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source, shown
+from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source
 from jaxrl_llm.tools.migrate.table import defaults, rules
 
 RULES = rules("ms-swift")
@@ -59,10 +59,7 @@ def convert(source: Source, options: Options) -> Draft:
         _rewards(draft, flags)
         _group(draft, flags)
     draft.use("rlhf_type", "tuner_type", "train_type", "num_processes", "task_type")
-    for key in ABSENT:
-        if flags.get(key):
-            draft.use(key)
-            draft.check(f"{shown(key, flags[key])} has no equivalent")
+    shared.check_off(draft, flags, ABSENT)
     if flags.get("deepspeed") or flags.get("fsdp"):
         draft.set("mesh.fsdp", -1, "deepspeed", "fsdp")
         draft.set("mesh.data", 1, "deepspeed", "fsdp")
@@ -110,8 +107,7 @@ def _data(draft: Draft, flags: dict[str, Any]) -> None:
         return {"path": path, **rows, **({"name": subset} if subset and subset != "default" else {})}
 
     def named(key: str) -> list[str]:
-        given = flags.get(key) or []
-        return [str(one) for one in (given if isinstance(given, list) else [given])]
+        return list(map(str, shared.listed(flags.get(key))))
 
     sources = [source(name) for name in named("dataset")]
     if any("#" in name for name in named("dataset")):
@@ -159,12 +155,10 @@ def _data(draft: Draft, flags: dict[str, Any]) -> None:
 
 def _rewards(draft: Draft, flags: dict[str, Any]) -> None:
     """Set the rewards by their names in ms-swift; those of plugins are yours to write."""
-    given = flags.get("reward_funcs") or []
-    names = [str(name) for name in (given if isinstance(given, list) else [given])]
+    names = list(map(str, shared.listed(flags.get("reward_funcs"))))
     draft.checks = [text for text in draft.checks if not text.startswith("the file names no reward function")]
-    written, weights = [], flags.get("reward_weights")
-    weights = [float(one) for one in (weights if isinstance(weights, list) else [weights])] if weights else []
-    kept = []
+    weights = list(map(float, shared.listed(flags.get("reward_weights"))))
+    written, kept = [], []
     for place, name in enumerate(names):
         if name == "soft_overlong":
             draft.set("algorithm.overlong_buffer", int(draft.get("soft_cache_length")), "soft_cache_length")

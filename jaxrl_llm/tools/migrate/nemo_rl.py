@@ -97,10 +97,7 @@ def convert(source: Source, options: Options) -> Draft:
             there = "completions' means" if draft.get("algo.sft_average_log_probs") else "completions' sums"
             draft.check(f"sft_loss_weight weighs a mean over tokens here, and a mean of {there} there")
         draft.use("algo.preference_loss_weight", "algo.sft_average_log_probs")
-    for key, (harmless, why) in ABSENT.items():
-        if draft.get(key) not in (None, harmless):
-            draft.check(f"{draft.named(key)} = {draft.get(key)} has no equivalent: {why}")
-        draft.use(key)
+    shared.check_absent(draft, ABSENT)
     fp8 = f"{MEGATRON}.fp8_cfg.enabled"
     if draft.get(f"{MEGATRON}.enabled") and draft.get(fp8):
         shared.fp8_matmuls(draft, fp8)

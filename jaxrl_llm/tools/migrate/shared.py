@@ -327,3 +327,33 @@ def check_known(key: str, name: Any, known: Iterable[str]) -> None:
     """Raise ConfigError for a value of a key that is not among those which have an equivalent."""
     if name not in (names := tuple(known)):
         raise ConfigError(f"{key} is {name!r}, which has no equivalent; there are {', '.join(names)}")
+
+
+def check_absent(draft: Draft, absent: Mapping[str, tuple[Any, str]]) -> None:
+    """Note keys that change what is learned and have no setting, unless they have a value that changes nothing: key ->
+    (that value, what to do)."""
+    for key, (harmless, why) in absent.items():
+        if draft.get(key) not in (None, harmless):
+            draft.check(f"{draft.named(key)} = {draft.get(key)} has no equivalent: {why}")
+        draft.use(key)
+
+
+def check_off(draft: Draft, settings: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """Note keys of the file that are on and have no equivalent."""
+    for key in keys:
+        if settings.get(key):
+            draft.use(key)
+            draft.check(f"{shown(key, settings[key])} has no equivalent")
+
+
+def one_batch_ahead(draft: Draft, key: str, age: int, how: str) -> None:
+    """Note that a bound on the age of samples, a key with the value `age`, becomes one batch sampled ahead, `how`."""
+    draft.check(
+        f"{key} = {age} bounds how far a sample may be behind the policy there; here rollout.staleness says how far "
+        f"all are: 1 is written, {how}"
+    )
+
+
+def listed(value: Any) -> list[Any]:
+    """Return the values of a key that is given one of them, or a list; none of none."""
+    return value if isinstance(value, list) else [] if value is None else [value]

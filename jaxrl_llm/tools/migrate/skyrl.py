@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from jaxrl_llm.tools.migrate import shared
 from jaxrl_llm.tools.migrate.draft import Draft, Options, RefusedError, Source, has_experts
@@ -88,10 +87,7 @@ def convert(source: Source, options: Options) -> Draft:
         factor = f"{at}_penalty_factor"
         draft.set("algorithm.overlong_penalty", float(draft.first(factor, default=1.0)), factor)
     _run(draft, options)
-    for key, (harmless, why) in ABSENT.items():
-        if draft.get(key) not in (None, harmless):
-            draft.check(f"{key} = {draft.get(key)} has no equivalent: {why}")
-        draft.use(key)
+    shared.check_absent(draft, ABSENT)
     return draft
 
 
@@ -149,7 +145,7 @@ def _model(draft: Draft, options: Options) -> int:
 def _data(draft: Draft, options: Options) -> None:
     """Set the rows, the function that reads them, and those of evaluations."""
     key = "data.train_data"
-    files, held = (_files(draft.get(name)) for name in (key, "data.val_data"))
+    files, held = (list(map(str, shared.listed(draft.get(name)))) for name in (key, "data.val_data"))
     if len(files) > 1:
         draft.set("data.sources", tuple({"path": file, "split": "train"} for file in files), key)
     else:
@@ -173,10 +169,6 @@ def _data(draft: Draft, options: Options) -> None:
             value = draft.get(key := f"{G}.eval_sampling_params.{name}")
             draft.set(f"eval.{name}", max(int(value), 0) if name == "top_k" and value is not None else value, key)
         shared.held_out_rows(draft, options, held if len(held) > 1 else held[0], "train", 0, "data.val_data")
-
-
-def _files(given: Any) -> list[str]:
-    return [str(file) for file in given] if isinstance(given, list) else [str(given)]
 
 
 def _batch(draft: Draft, devices: int) -> None:
@@ -225,9 +217,8 @@ def _sampling(draft: Draft, ahead: bool) -> None:
         draft.set("rollout.staleness", 1, f"{fully}.enabled", f"{fully}.max_staleness_steps")
         if draft.get(f"{fully}.enabled"):
             draft.set("rollout.update_in_flight", True, f"{fully}.enabled")
-            draft.check(
-                f"{fully}.max_staleness_steps = {age} bounds how far a sample may be behind the policy there; here "
-                "rollout.staleness says how far all are: 1 is written, one batch ahead, with updates in flight"
+            shared.one_batch_ahead(
+                draft, f"{fully}.max_staleness_steps", age, "one batch ahead, with updates in flight"
             )
         draft.set("algorithm.old_logps", "sampler")
 
